@@ -20,7 +20,7 @@ from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import TARGET, Columns
 from parallel_lce.core.plan import Block
-from parallel_lce.core.private import outside_graphs
+from parallel_lce.core.private import outside_graphs, outside_selective_checkpoints
 from parallel_lce.core.selection import Selection
 from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
@@ -89,6 +89,7 @@ class _LogProbs(torch.autograd.Function):
     """Log-softmax ``[E]``, and V."""
 
     @staticmethod
+    @outside_selective_checkpoints
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor | int]:

@@ -16,7 +16,7 @@ from parallel_lce.core.collectives import Layout, PartialsGather, Shard, digest_
 from parallel_lce.core.memory import in_memory, on_device_of, with_aligned_rows
 from parallel_lce.core.options import as_int64, is_number, shortened
 from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET, Columns, accumulation_dtype
-from parallel_lce.core.private import outside_graphs
+from parallel_lce.core.private import outside_graphs, outside_selective_checkpoints
 from parallel_lce.run.schedule import first_order_only
 
 # The kernels for existing logits form no matrix product, so they take fp32, too.
@@ -102,6 +102,7 @@ def _megatron_group() -> dist.ProcessGroup | None:
 
 class _LogitsCrossEntropy(torch.autograd.Function):
     @staticmethod
+    @outside_selective_checkpoints
     def forward(
         ctx, logits: Tensor, target: Tensor, label_smoothing: float, layout: Layout, digest: int, backend: Backend
     ):

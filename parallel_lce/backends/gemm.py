@@ -53,7 +53,6 @@ def _product(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """``a [m, k] @ b [k, n]`` as a new fp32 (fp64) tensor ``[m, n]``."""
-    # No result of torch.mm: activation checkpointing may keep such results, and callers overwrite this one.
     product = torch.empty(a.shape[0], b.shape[1], dtype=accumulation_dtype(a.dtype), device=a.device)
     accumulate(product, a, b, overwrite=True)
     return product

@@ -22,7 +22,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor  # 2
 from torch.nn.modules import module as _modules
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 __all__ = ["AsyncCollectiveTensor", "DeviceContext", "FakeTensor", "function_modes", "pytree"]
 
@@ -77,6 +79,23 @@ def saving_without_hooks() -> AbstractContextManager:
     if not autograd._saved_tensors_hooks_is_enabled() or autograd._top_saved_tensors_default_hooks(False) is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
+
+
+_SELECTIVE_CHECKPOINTS = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
+
+
+def outside_selective_checkpoints(forward: F) -> F:
+    """Decorates an autograd.Function's ``forward``: a selective checkpoint runs it again whole. It would keep results
+    that the forward overwrites later, or views of memory that the next run does not fill."""
+
+    @functools.wraps(forward)
+    def call(*given: Any) -> Any:
+        if not any(isinstance(mode, _SELECTIVE_CHECKPOINTS) for mode in _get_current_dispatch_mode_stack()):
+            return forward(*given)
+        with _disable_current_modes():
+            return forward(*given)
+
+    return call  # pyright: ignore[reportReturnType]
 
 
 def in_forward_mode() -> bool:

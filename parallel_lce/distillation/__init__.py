@@ -218,7 +218,7 @@ def _factors(target: Tensor | None, ignore_index: int | None, reduction: str, sh
     """Each token's factor in the result, in the statistics' dtype; 0 for an ignored one."""
     factors = torch.ones(shape, dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
     if target is not None:
-        factors.masked_fill_(target == (NO_LABEL if ignore_index is None else ignore_index), 0.0)
+        factors = factors.masked_fill(target == (NO_LABEL if ignore_index is None else ignore_index), 0.0)
     return factors / factors.sum().clamp(min=1) if reduction == "mean" else factors
 
 

@@ -32,6 +32,7 @@ from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.partials import MAX, SUM_EXP, Columns
 from parallel_lce.core.plan import Block, blocks_within, shared_shard_rows
+from parallel_lce.core.private import outside_selective_checkpoints
 from parallel_lce.distillation.torch_part import DIVERGENCE, ROWS
 from parallel_lce.run.schedule import GradientSums, first_order_only
 
@@ -45,6 +46,7 @@ class Divergences(torch.autograd.Function):
     forward. A task: the calls of both, and beta."""
 
     @staticmethod
+    @outside_selective_checkpoints
     def forward(ctx: Any, *given: Any) -> Tensor:
         *inputs, ctx.task, factor = given
         student, teacher, _ = ctx.task

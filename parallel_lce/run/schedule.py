@@ -29,7 +29,7 @@ from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.memory import device_without_autocast, in_memory, on_device_of
 from parallel_lce.core.partials import Coefficients, Merged
 from parallel_lce.core.plan import Block
-from parallel_lce.core.private import outside_graphs
+from parallel_lce.core.private import outside_graphs, outside_selective_checkpoints
 from parallel_lce.run import results
 from parallel_lce.run.results import DIFFERENTIABLE, NAMES
 
@@ -294,6 +294,7 @@ class Fused(torch.autograd.Function):
     """The results of a call: a loss; or all statistics, None if not asked for."""
 
     @staticmethod
+    @outside_selective_checkpoints
     def forward(ctx, hidden, weight, bias, call: Call):
         save = any(call.needs)
         # Most statistics get no upstream gradient: autograd need not make zeros for them.
@@ -342,6 +343,7 @@ class AccumulatedLoss(torch.autograd.Function):
     """The reduced loss, 0-dimensional. Its gradients are formed in forward."""
 
     @staticmethod
+    @outside_selective_checkpoints
     def forward(ctx, hidden, weight, bias, call: Call):
         ctx.call = call
         value, *ctx.gradients = accumulate(call, hidden, weight, bias, call.needs)

@@ -19,6 +19,7 @@ from parallel_lce.core.private import (
     FSDP_MODULES,
     DisableTorchFunctionSubclass,
     after_backward,
+    changes_arguments,
     comes_from,
     outside_graphs,
     pytree,
@@ -161,14 +162,16 @@ class _State:
     real: Tensor | None = None
     version: int = 0
     node: Any = None
+    # Whether they are a copy at the tensor's place in the graph.
+    placed: bool = False
     # A copy, from when a program got their memory before the loss.
     copy: Tensor | None = None
-    # Whether a program put a hook on them; and those that FSDP and DeepSpeed put.
+    # Whether a program put a hook on them, or gave them to a collective; and the hooks that FSDP and DeepSpeed put.
     hooked: bool = False
     output_hooks: list[Callable] = dataclasses.field(default_factory=list)
 
     def keep(self, real: Tensor) -> None:
-        self.real, self.version, self.node = real, version(real), real.grad_fn
+        self.real, self.version, self.node = real, version(real), _node(real)
 
     def is_touched(self) -> bool:
         """Whether a program has put a hook on the real logits, changed them in place, or made them a leaf."""
@@ -185,6 +188,13 @@ class _State:
             self.copy = self.real.detach().clone()
             if self.parent is not None:
                 self.parent.state.share()
+
+    def mark_collective(self) -> None:
+        """A collective may write into these logits, and into those that they may be a view of. No version tells, and
+        the values of one rank may stay: all must know."""
+        self.hooked = True
+        if self.parent is not None:
+            self.parent.state.mark_collective()
 
 
 class _Edge(torch.autograd.Function):
@@ -203,7 +213,7 @@ class _Edge(torch.autograd.Function):
             return None, *(None for _ in ctx.operands)
         state: _State = ctx.state
         # Functions may change their inputs themselves, as Megatron's cross-entropy does, which leaves the node.
-        if state.real is not None and (state.hooked or state.real.grad_fn is not state.node):
+        if state.real is not None and (state.hooked or _node(state.real) is not state.node):
             said = "logits were changed in place or got a hook, and then used by a torch.autograd.Function"
             raise RuntimeError(f"parallel_lce: {said}: give it a changed copy")
         state.source.check()
@@ -212,6 +222,11 @@ class _Edge(torch.autograd.Function):
             logits = _after(state.source.make(*leaves), state.steps)
         torch.autograd.backward(logits, gradient)
         return None, *(leaf.grad for leaf in leaves)
+
+
+def _node(real: Tensor) -> Any:
+    """A change of a view without gradients makes the view's own node anew."""
+    return (real if real._base is None else real._base).grad_fn
 
 
 def _after(logits: Tensor, steps: tuple) -> Tensor:
@@ -332,15 +347,22 @@ class DeferredLogits(Tensor):
         state, parent = self.state, self.state.parent
         if state.real is None:
             state.keep(self._made(use))
-            if self._is_moved():  # a copy at this tensor's place in the graph
-                with torch.enable_grad(), DisableTorchFunctionSubclass():
-                    state.keep(self.clone())
+            self._place()
             state.hooked = parent is not None and parent.state.is_touched()
             real: Any = state.real
             for hook in state.output_hooks if real.requires_grad else ():
                 real.register_hook(hook)
+        elif self._is_moved() and not state.placed:  # a Function has changed them in place
+            state.hooked = state.hooked or _node(state.real) is not state.node
+            self._place()
         assert state.real is not None
         return state.real
+
+    def _place(self) -> None:
+        if self._is_moved():
+            self.state.placed = True
+            with torch.enable_grad(), DisableTorchFunctionSubclass():
+                self.state.keep(self.clone())
 
     def _made(self, use: str) -> Tensor:
         state, source, parent, before = self.state, self.source, self.state.parent, None
@@ -386,11 +408,13 @@ class DeferredLogits(Tensor):
                     return found
         if function in (torch.autograd.grad, torch.autograd.backward):
             wanted = pytree.tree_leaves((args[1:], kwargs.get("inputs")))
-            if any(type(each) is cls and each.source.has_loss for each in wanted):
+            if any(type(each) is cls and each.source.has_loss and each.state.tracked for each in wanted):
                 raise RuntimeError("parallel_lce: the loss took no logits: for their gradient give it `logits + 0`")
         args, kwargs = _real((args, kwargs), name)
         if is_deferred and name in _MEMORY:
             first.state.share()
+        if is_deferred and comes_from(function, "torch.distributed"):
+            first.state.mark_collective()
         result = function(*args, **kwargs)
         # `logits *= 2` rebinds the name to the result. Returning first keeps all names on one tensor.
         return first if is_deferred and result is first.state.real else result
@@ -398,7 +422,10 @@ class DeferredLogits(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A use that is no torch function: autograd's Functions save and alias tensors, and C++ calls operators."""
+        leaves = pytree.tree_leaves((args, kwargs))
         args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, _real((args, kwargs or {}), str(function)))
+        if changes_arguments(function):  # as collectives do
+            torch.autograd.graph.increment_version([each.state.real for each in leaves if type(each) is cls])
         return function(*args, **kwargs)
 
     def _hooked(self, function: Callable, name: str, *hook: Callable) -> Any:
@@ -411,7 +438,7 @@ class DeferredLogits(Tensor):
             state.output_hooks += hook
             with DisableTorchFunctionSubclass():
                 return function(self, *hook)
-        if self.source.has_loss:
+        if self.source.has_loss and state.tracked:
             raise RuntimeError(f"parallel_lce: {name} comes after the loss, which took no logits: call it before")
         result = function(self.real(name), *hook)
         state.hooked = True
@@ -459,7 +486,10 @@ def _view(function: Callable, sizes: tuple[int, ...], arguments: tuple, options:
     """The view, of logits whose strides count rows; None if its last dimension is not the vocabulary."""
     if any(isinstance(argument, torch.dtype) for argument in (*arguments, *options.values())):
         return None
-    view = function(torch.empty((*sizes[:-1], 1), device="meta").expand(sizes), *arguments, **options)
+    try:
+        view = function(torch.empty((*sizes[:-1], 1), device="meta").expand(sizes), *arguments, **options)
+    except RuntimeError:  # that of real logits may be possible
+        return None
     if not isinstance(view, Tensor) or view.shape[-1:] != sizes[-1:] or view.numel() == 0:
         return None
     return view if view.stride(-1) == 0 else None

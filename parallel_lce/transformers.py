@@ -124,7 +124,7 @@ class _Door:
         (loss,) = logits.run(loss_of)
         if logits.source.within is not None:
             logits.source.close_after(loss)
-        return loss, metrics
+        return loss.float(), metrics  # as transformers' of fp64 logits
 
 
 class Linear(Derived, nn.Linear):
@@ -206,14 +206,18 @@ def _deferred(layer: Any, hidden: Tensor, in_a_call: bool = False) -> DeferredLo
     operands = tuple(each for each in (weight, bias) if each is not None)
     parameter = private.parameters_of(layer).get("weight")
     source = Source(layer, hidden, weight, bias, make, door.say_use, operands, within, parameter)
-    return DeferredLogits.of(source, (*hidden.shape[:-1], layer.out_features), dtype)
+    entries = layer.out_features if weight is None else len(weight)
+    return DeferredLogits.of(source, (*hidden.shape[:-1], entries), dtype)
 
 
 @functools.cache
 def _with_fields(kind: type, names: tuple[str, ...]) -> type:
     """An output's class with these fields. DDP copies outputs field by field: they must be fields."""
+    if not dataclasses.is_dataclass(kind):
+        return kind
     fields = [(name, Any, dataclasses.field(default=None)) for name in names]
-    return dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,)) if dataclasses.is_dataclass(kind) else kind
+    made_by = {"_made_by": (_with_fields, kind, names)}
+    return dataclasses.make_dataclass(kind.__name__, fields, bases=(Derived, kind), namespace=made_by)
 
 
 @functools.partial(torch.compiler.disable, recursive=False, reason=_NO_ONE_GRAPH)

@@ -38,7 +38,14 @@ TWO_SUMS = dict(reduce_hidden_grad=False, sequence_parallel=True)
 OPTIONS = [
     ("reduction", "must be 'none', 'mean' or 'sum', got ('average'|None)", "average", None),
     ("ignore_index", "must be an integer of 64 bits or None, got", 2**70, True, 0.5),
-    ("label_smoothing", r"must be a Python number in \[0, 1\], got", 1.5, -0.1, NAN),
+    (
+        "label_smoothing",
+        r"must be a Python number in \[0, 1\], got",
+        1.5,
+        NAN,
+        torch.tensor(0.1),
+        fractions.Fraction(1, 8),
+    ),
     ("z_loss", "must be a finite Python number >= 0, got", -1, INF, np.float64(0.1), "0.1", [0.1], True),
     ("z_loss", r"must be a finite Python number >= 0, got -1000.*\(402 characters\)", -HUGE),
     ("logit_scale", "must be a finite Python number, got", 1e39, NAN, "x", HUGE),
@@ -47,7 +54,6 @@ OPTIONS = [
     ("temperature", r"must be a finite Python number > 0, got [^(]*$", 0.0, -1, NAN, None),
     ("logits_budget", "must be None or a number of bytes >= 0 .* got", -1, 0.5, 1e9, 2**63),
     ("vocab_size", "must be None or a number of entries >= 1 .* got", 9.0, torch.tensor(9), np.int64(9)),
-    ("label_smoothing", "must be .* got", torch.tensor(0.1), fractions.Fraction(1, 8)),
     ("gradient_filter", r"must be None or a number between 0 and 1, such as 2\*\*-13, got", 0, 1, NAN, True, "0.1"),
     ("vocab_start", "must be None or an id >= 0 and < 2.31, got", -1, 2**31),
     ("vocab_size", "must be None or a number of entries >= 1 and < 2.31, got", 0, 2**31),
@@ -59,7 +65,6 @@ OPTIONS = [
     ("reduce_dtype", "must be None, torch.float32 or the input's (dtype|torch.float32), got", torch.int32, "float32"),
 ]
 TENSORS = [
-    ("target", "must be a tensor", None),
     ("input", "must be a tensor, got list", [1.0]),
     ("input", r"must be \[..., D\], got \[\]", torch.tensor(1.0)),
     ("input", "must be bfloat16, float16, float32 or float64, got torch.int64", torch.ones(N, D).long()),
@@ -69,7 +74,7 @@ TENSORS = [
     ("linear_weight", "must be a tensor, got Linear: pass its weight", torch.nn.Linear(D, V)),
     ("linear_weight", OTHER_DTYPE % "bfloat16", torch.zeros(V, D).bfloat16()),
     ("linear_weight", r"\[0, 4\] has no rows: the vocabulary is empty", torch.zeros(0, D)),
-    ("target", "must be a tensor.*, got list", [1, 2]),
+    ("target", "must be a tensor.*, got (list|NoneType)", [1, 2], None),
     ("target", r"must have shape \[6\] for input \[6, 4\], got \[(7|6, 1)\]", torch.zeros(7).long(), IDS[:, None]),
     ("target", r"must hold .* integer dtype, got .*probabilities are not", ZEROS, torch.zeros(N, V), ZEROS > 0),
     ("linear_bias", r"must have shape \[10\].* linear_weight \[10, 4\], got", torch.zeros(9), torch.zeros(V, 1)),
@@ -122,17 +127,14 @@ OF_DIVERGENCE = [
     ("teacher_hidden", r"must have the tokens .* got \[5, 4\] .* and \[6, 4\]", torch.zeros(N - 1, D)),
     ("teacher_hidden", "has 5 features", torch.zeros(N, D + 1)),
     ("teacher_hidden", "must .* both or none must be float64, got .* torch.float64", DOUBLE),
-    ("teacher_weight", "must be a tensor", None),
     ("", r"\[0, 9\).*\[0, 10\)", dict(teacher_weight=torch.zeros(V - 1, D))),
     ("beta", "must be 0, 1", 1e-9, 2),
-    ("student_bias", "must", ZEROS[1:]),
     ("teacher_logit_scale", r"must be .* of target's shape \[6\]", ZEROS[1:]),
     ("teacher_logit_softcap", "must be None or", 0, ZEROS),
 ]
 OF_TOP_K = [
     ("tail", "must be 'class' or 'renormalize', got", "none"),
     ("teacher_ids", "must be ids of shape", dict(student_hidden=torch.zeros(N - 1, D))),
-    ("teacher_ids", "must be ids of an integer dtype, got", None, torch.zeros(N, 1)),
     ("teacher_log_probs", "must be floating-point, got torch.int64", IDS[:, None]),
     ("teacher_log_probs", "must be a tensor, got str", "x"),
     ("teacher_log_probs", r"must have the shape of teacher_ids, .* got \[6, 2\]", torch.zeros(N, 2)),
@@ -140,7 +142,6 @@ OF_TOP_K = [
 ]
 OF_LOGITS = [
     ("target", r"must have shape \[6\] on cpu for vocab_parallel_logits \[6, 10\], got \[6, 1\]", IDS[:, None]),
-    ("target", "must be ids of an integer dtype, got", ZEROS),
     ("label_smoothing", r"must be in \[0, 1\), got 1.0", 1.0),
     ("label_smoothing", "=0.1 needs at least 2 entries per rank, got 1", ONE_ENTRY),
     ("vocab_parallel_logits", "must be a tensor", "x"),
@@ -150,12 +151,9 @@ OF_LOGITS = [
 OF_VERL = [
     ("reduction", "must be 'none', 'sum' or, without a mask, 'mean', got", "all", dict(reduction="mean", mask=IDS > 0)),
     ("hidden", "must be a tensor, got str", "x"),
-    ("hidden", "must be a dense tensor", ZEROS.to_sparse()),
     ("hidden", r"must be \[..., D\], got \[\]", ZEROS[0]),
     ("labels", "must be ids of an integer dtype, got", ZEROS),
-    ("labels", r"must have shape \[6\]", IDS[1:]),
     ("temperature", "must be", 0, ZEROS[1:]),
-    ("weight", "must be", ZEROS),
 ]
 OF_SKYRL = [("weight", r"must be \[V/P, D\], got str", "x"), ("target", "must be ids of an integer dtype", ZEROS)]
 OF_NEMO = [
@@ -165,7 +163,6 @@ OF_NEMO = [
     ("output_weight_layer", "has 10 rows, which do not fit the ids from", dict(vocab_end_index=1000)),
     ("", r"output_weight_layer .*\[V/P, D\]", dict(output_weight_layer=ZEROS)),
     ("", "ids from vocab_start_index=9 to vocab_end_index=8", dict(vocab_start_index=9, vocab_end_index=8)),
-    ("vocab_size", "must be", 0),
     ("", ".*", dict(tensor_parallel_hidden_states=ZEROS)),
     ("inference_only", "must be True or False, got", TWO),
     ("cp_group", "must be a torch.distributed", 3),
@@ -189,8 +186,7 @@ ONE_RANK = [
     ("loss", "vocab_size", "=11 exceeds the 10 rows of .* 1 rank", 11, dict(vocab_size=11, vocab_start=0)),
     ("statistics", "top_k", "=11 exceeds the 10 entries of the vocabulary", 11),
     ("loss", "process_group", "must be .* got GroupMember.NON_GROUP_MEMBER: this process is not one", NO_MEMBER),
-    ("loss", "process_group", "must be a torch.distributed.ProcessGroup, a one-dimensional .* got str", "tp"),
-    ("loss", "process_group", "must be a torch.distributed.ProcessGroup, a one-dimensional .* got Tensor", ZEROS),
+    ("loss", "process_group", "must be a torch.distributed.ProcessGroup, a one-dimensional .* got", "tp", ZEROS),
     ("nemo", "tp_group", "must be a .*ProcessGroup, .* or None, got str", "tp"),
     ("statistics", "selected", "has 6 ids, and there is no token that could have them", NO_TOKENS),
     *((name, "", "got an unexpected keyword argument 'other'", dict(other=1)) for name in TABLES),

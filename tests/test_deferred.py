@@ -67,6 +67,20 @@ class Tripled(torch.autograd.Function):
         return gradient * 3
 
 
+class Doubled(torch.autograd.Function):
+    """Changes its input; its result is that, or a copy."""
+
+    @staticmethod
+    def forward(ctx, x, copied):
+        if not copied:
+            ctx.mark_dirty(x)
+        return x.mul_(2).clone() if copied else x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2, None
+
+
 def _hooked(z):
     z.register_hook(lambda gradient: gradient * 2)
     return z
@@ -97,6 +111,7 @@ def _doubled(z):
     return z
 
 
+SCRIPTED = torch.jit.CompilationUnit("def double(z):\n    return z.mul_(2.0)\n").double
 # What a program does between the output layer and the loss, and whether the loss takes no logits.
 USES = {
     "nothing": (lambda z: z, True),
@@ -115,6 +130,10 @@ USES = {
     "two soft-caps": (lambda z: torch.tanh(torch.tanh(z)), False),
     "a part of the vocabulary": (lambda z: torch.cat([z[..., :7], z[..., 7:]], -1), False),
     "a Function": (Tripled.apply, False),
+    "a Function in place": (lambda z: Doubled.apply(z, False), False),
+    "a Function that overwrites a view": (lambda z: Doubled.apply(z.view(-1, V), True), False),
+    "scripted code in place": (lambda z: (torch.no_grad()(SCRIPTED)(z), z)[1], False),
+    "a view without the vocabulary": (lambda z: z.view(-1).view(*SHAPE, V), False),
     "a Function of detached logits": (lambda z: Tripled.apply(z.detach()) + z, False),
     "a hook": (_hooked, False),
     "a product in place": (_doubled, False),
@@ -267,6 +286,8 @@ def test_a_hook_after_the_loss_is_refused_but_for_fsdps():
     for use in (lambda: z.register_hook(print), z.retain_grad, gradient, lambda: loss.backward(inputs=[z])):
         with pytest.raises(RuntimeError, match="took no logits"):
             use()
+    leaf = z.detach().requires_grad_()  # has no place in the graph of the loss
+    assert torch.equal(torch.autograd.grad(leaf.sum(), leaf)[0], torch.ones(*SHAPE, V))
     with mock.patch.object(_hooked, "__module__", "torch.distributed.fsdp"):
         z.register_hook(_hooked)
 

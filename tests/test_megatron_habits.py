@@ -116,6 +116,10 @@ def _looks_on_rank_0(module, inputs, output):
         output[0].abs().max().item()
 
 
+def _broadcast(module, inputs, output):
+    torch.distributed.broadcast(output[0].detach(), 0)
+
+
 def _resize(model) -> None:
     layer = model.output_layer
     layer.weight = torch.nn.Parameter(torch.cat([layer.weight.detach(), torch.zeros_like(layer.weight[:8])]))
@@ -159,6 +163,7 @@ CHANGES = {
         "'abs' of the output layer's result",
     ),
     "pre-hook": (lambda model: model.output_layer.register_forward_pre_hook(lambda layer, x: (2 * x[0],)), None),
+    "broadcast": (lambda model: model.output_layer.register_forward_hook(_broadcast), "'broadcast' of the output"),
     "another shape": (_resize, "is a Parameter [56, 32]; use a plain one of [48, 32]"),
     "a bias": (_with_a_bias, None),
     "no sum": (lambda model: setattr(model.output_layer, "disable_grad_reduce", True), "disable_grad_reduce=False"),

@@ -122,6 +122,14 @@ def accumulates(leaf_node: Any) -> bool:
 wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 # A context in which subclasses' __torch_function__ does not run.
 DisableTorchFunctionSubclass: Any = _torch._C.DisableTorchFunctionSubclass
+
+
+def changes_arguments(operator: Any) -> bool:
+    """Whether an operator that ``__torch_dispatch__`` gets writes into its arguments. One of higher order does not."""
+    schema = getattr(operator, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
 linear: Callable[..., Tensor] = _torch._C._nn.linear
 
 _KEPT = "_parallel_lce_kept"

@@ -18,7 +18,8 @@ _LAYERS, _LOSS = "megatron.core.tensor_parallel.layers", "megatron.core.tensor_p
 MEGATRON = {
     "megatron.core.tensor_parallel": "vocab_parallel_cross_entropy",
     _LAYERS: "linear_with_grad_accumulation_and_async_allreduce linear_with_frozen_weight "
-    "copy_to_tensor_model_parallel_region",
+    "copy_to_tensor_model_parallel_region LinearWithGradAccumulationAndAsyncCommunication LinearWithFrozenWeight",
+    "megatron.core.models.common.language_module.language_module": "fused_vocab_parallel_cross_entropy",
     f"{_LAYERS}:ColumnParallelLinear": "forward",  # and its _forward_impl
     f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication": "forward backward apply",
     f"{_LAYERS}:LinearWithFrozenWeight": "forward backward apply",

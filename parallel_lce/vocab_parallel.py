@@ -7,6 +7,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from parallel_lce.backends import backend_of
 from parallel_lce.backends.interface import Backend
@@ -49,6 +50,9 @@ def vocab_parallel_cross_entropy(
             or settings differ. NotImplementedError: forward-mode differentiation.
         RuntimeError: in backward, with ``create_graph=True``.
     """
+    if has_torch_function_unary(vocab_parallel_logits):
+        given = vocab_parallel_logits, target, label_smoothing, tp_group
+        return handle_torch_function(vocab_parallel_cross_entropy, given[:1], *given)
     with renamed(process_group="tp_group"):
         debug.state.group = group = as_group(_megatron_group() if tp_group is None else tp_group)
         layout = Layout.of(group, False)

@@ -15,7 +15,7 @@ import torch.utils.checkpoint as checkpoints
 from torch import nn
 
 from measures import assert_close
-from parallel_lce import linear_cross_entropy
+from parallel_lce import linear_cross_entropy, vocab_parallel_cross_entropy
 from parallel_lce.deferred import DeferredLogits, Source
 
 V, D, SHAPE = 32, 8, (2, 5)
@@ -203,6 +203,8 @@ def test_frozen_operands(frozen, change):
 
 
 def test_programs_see_a_tensor():
+    z = Layer()(torch.randn(*SHAPE, D, dtype=torch.float64))
+    assert torch.equal(vocab_parallel_cross_entropy(z, TARGET), vocab_parallel_cross_entropy(z + 0, TARGET))
     z = Layer()(torch.randn(*SHAPE, D, dtype=torch.float64))
     assert isinstance(z, torch.Tensor) and torch.is_tensor(z) and z.requires_grad and not z.is_leaf
     assert z.shape == (*SHAPE, V) and len(z) == 2 and z.dtype == torch.float64 and z.float().dtype == torch.float32

@@ -6,6 +6,7 @@ import inspect
 import os
 import runpy
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,6 +20,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 import megatron.core
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
+import megatron_models
 from megatron_models import HIDDEN, Model, batch, build, losses_of, of_other_releases, path_of, specs
 from megatron_training import compare, side_by_side, switched
 from parallel_lce.megatron import __main__ as launcher
@@ -169,7 +171,9 @@ def test_fuse_and_explain(member):
         losses_of(first, Model(), data)
     first.output_layer = stock
     unfused.config.defer_embedding_wgrad_compute = True
-    assert "defer_embedding_wgrad_compute" in fuse(unfused)[0] and fuse(unfused) == explain(unfused)
+    assert "defer_embedding_wgrad_compute" in fuse(unfused, z_loss=0.1)[0] and fuse(unfused) == explain(unfused)
+    with pytest.raises(RuntimeError, match="z_loss=0.1 needs a fused loss, .*: defer_embedding_wgrad_compute"):
+        unfused.compute_language_model_loss(data.labels, None)
     unfused.config.defer_embedding_wgrad_compute = False
     unfused.config.cross_entropy_loss_fusion, unfused.config.cross_entropy_fusion_impl = True, "linear"
     assert "returns losses of Megatron's own" in fuse(unfused)[0]
@@ -214,6 +218,9 @@ def test_a_loss_that_is_chosen_in_the_constructor(member):
         model = build(member, Model(), switched(Model()))
         assert explain(model) == ["fused"]
         assert type(model.config.cross_entropy_fusion_impl) is str  # else configurations cannot be written as YAML
+        off = replace(model.config, cross_entropy_loss_fusion=False)
+        with mock.patch.object(megatron_models, "TransformerConfig", lambda **_: off):
+            assert "cross_entropy_loss_fusion=False" in explain(build(member, Model(), {}))[0]
         unpatch()
 
 
@@ -222,7 +229,7 @@ OPTION = "--cross-entropy-fusion-impl"
 SCRIPT = """
 import argparse, beside, sys
 from megatron.core.models.gpt.gpt_model import GPTModel
-print(hasattr(GPTModel.compute_language_model_loss, "__wrapped__"))
+print(hasattr(GPTModel.compute_language_model_loss, "__wrapped__") and vars(sys.modules["__mp_main__"]) is globals())
 parser = argparse.ArgumentParser()
 parser.add_argument("--cross-entropy-fusion-impl", default="native", choices=["native", "te"])
 print(parser.parse_args().cross_entropy_fusion_impl)

@@ -41,6 +41,11 @@ LOSS = LanguageModule, "compute_language_model_loss"
 PATCHES = {
     "forward": (ColumnParallelLinear, "forward", _twice),
     "linear": (layers, "linear_with_grad_accumulation_and_async_allreduce", _twice),
+    "its Function": (
+        layers,
+        "LinearWithGradAccumulationAndAsyncCommunication",
+        lambda own: type("Own", (own,), {"forward": staticmethod(_twice(own.forward))}),
+    ),
     "cross-entropy": (cross_entropy._VocabParallelCrossEntropy, "forward", _twice),
     "its function": (
         tensor_parallel,

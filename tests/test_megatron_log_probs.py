@@ -180,6 +180,10 @@ def test_models_that_cannot_be_scored_are_refused(member):
             token_log_probs(other, *given)
     with pytest.raises(ValueError, match=r"temperature must be .* one per label \[2, 16\], got \[16, 2\]$"):
         token_log_probs(model, *given, temperature=torch.ones(16, 2))
+    fuse(model)
+    with mock.patch.object(model, "compute_language_model_loss", torch.no_grad()(model.compute_language_model_loss)):
+        with pytest.raises(RuntimeError, match="the loss of the labels is in a checkpoint"):
+            token_log_probs(model, *given)
     model.register_forward_hook(lambda module, inputs, output: output[0])
     with pytest.raises(RuntimeError, match="GPTModel's forward must return compute_language_model_loss"):
         token_log_probs(model, *given)

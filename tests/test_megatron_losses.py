@@ -13,7 +13,7 @@ from measures import assert_close
 from megatron_models import VOCAB, Model, batch, build
 from megatron_training import in_ddp, switched
 from parallel_lce.backends import backend_of
-from parallel_lce.megatron import patch, token_log_probs, token_loss, token_metrics
+from parallel_lce.megatron import fuse, patch, token_log_probs, token_loss, token_metrics
 from tools import counted_forwards, on_ranks
 
 OPTIONS = {
@@ -101,6 +101,8 @@ def test_a_setting_that_the_loss_cannot_keep_is_refused_by_its_name(member):
             model(*given, labels=data.labels)
         hook.remove()
     model(*given)  # as RL calls a model whose MTP heads have losses, from 0.19 on
+    with torch.no_grad():  # as evaluation does
+        model.compute_language_model_loss(data.labels, torch.zeros(16, 2, 96, device=member.device))
     with pytest.raises(RuntimeError, match="this one is not: the model was called without labels"):
         model.forward(*given, labels=data.labels)
 
@@ -146,6 +148,10 @@ def test_masked_tokens_have_no_loss(member):
     with pytest.warns(match="'add_' of the output layer's result"):
         found = calls[0]()
     torch.testing.assert_close(found, whole * mask)
+    own = model.forward
+    model.forward = lambda input_ids, *others, labels=None, **named: own(input_ids, *others, labels=labels, **named)
+    assert fuse(model) == ["fused"]
+    torch.testing.assert_close(calls[1](), whole * mask)
 
 
 @on_ranks(1)

@@ -10,8 +10,8 @@ This program's options are arguments of ``patch()``, and may stand anywhere; all
 from __future__ import annotations
 
 import argparse
-import runpy
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,11 @@ def main(arguments: list[str]) -> None:
         switch.patch(**settings)
     except ValueError as refusal:
         sys.exit(f"error: {refusal}")
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    script = Path(sys.argv[0])
+    # As `python SCRIPT`: what the script pickles, and processes that it spawns, look for this module.
+    main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
+    main.__file__ = str(script)
+    exec(compile(script.read_bytes(), script, "exec"), vars(main))
 
 
 def _parsed(arguments: list[str]) -> tuple[dict[str, Any], list[str], bool]:

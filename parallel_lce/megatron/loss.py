@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,11 +68,16 @@ def with_fused_loss(own: Any) -> Any:
         if fusion is None and self.config.cross_entropy_fusion_impl == IMPLEMENTATION:
             raise RuntimeError("parallel_lce: the model was built before patch(): call fuse(model)")
         if fusion is None or fusion.reason is not None:
+            if fusion is not None and fusion.asked:
+                fusion.refuse_changes(cast(str, fusion.reason))
             return own(self, labels, logits, *others, **named)
         scoring, chosen, deferred = fusion.scoring, fusion.settings, isinstance(logits, DeferredLogits)
         scores = scoring if scoring and labels is scoring.labels else None
         if scoring and not (scores or self.training or torch.is_grad_enabled()):
             return torch.zeros(labels.shape, device=labels.device)  # the loss of a head that nobody reads
+        if scores and scores.tracked and not torch.is_grad_enabled():
+            made_again = "in a checkpoint, which would run it again as a loss: leave output layer and loss out of it"
+            raise RuntimeError(f"{scores.function}: the loss of the labels is {made_again}")
         by_choice = chosen.cross_entropy == "logits" and not scores
         if not by_choice:
             why_real = _REAL if fusion.wants_loss else _UNLABELLED
@@ -82,8 +87,8 @@ def with_fused_loss(own: Any) -> Any:
                 found = scores.of(logits, labels) if scores else (_fused(self, fusion, logits, labels),)
                 logits.source.close_after(*found)
                 return found if scores else found[0]
-            if not scores and (changes := chosen.changes()):
-                raise RuntimeError(f"parallel_lce: {changes} needs a fused loss, and this one is not: {reason}")
+            if not scores:
+                fusion.refuse_changes(reason)
             if scores or deferred or not fusion.said:  # else the output layer has said why
                 fusion.say(self.training, reason)
         if deferred:

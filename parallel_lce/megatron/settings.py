@@ -82,9 +82,13 @@ class Fusion:
 
     def __init__(self, model: Any, own: Settings | None = None, reason: str | None = None) -> None:
         self.own, self.reason = own, reason
+        # Whether the configuration or fuse() asked for the fused loss.
+        self.asked = False
         # The calls of the output layer in a forward: 1, and one for each multi-token prediction.
         self.heads = 1 + (getattr(model.config, "mtp_num_layers", None) or 0)
-        self.parameters = [*inspect.signature(model.forward).parameters]
+        of_forward = inspect.signature(model.forward).parameters
+        self.parameters, by_place = [*of_forward], inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self.positional = [name for name, each in of_forward.items() if each.kind == by_place]
         self.labels = "lm_labels" if "lm_labels" in self.parameters else "labels"
         self.said: list[str] = []
         # Whether the model's last call got labels, under patch() or fuse().
@@ -99,6 +103,12 @@ class Fusion:
         """The ``Scoring`` of the running call, if that is this model's."""
         scoring = running.get()
         return scoring if scoring is not None and scoring.fusion is self else None
+
+    def refuse_changes(self, reason: str) -> None:
+        """Raise if a setting changes the loss, which is not fused for this reason. Not for a loss that nobody wants:
+        Megatron 0.19 forms those of MTP heads without labels, too."""
+        if (changes := self.settings.changes()) and (self.wants_loss or torch.is_grad_enabled()):
+            raise RuntimeError(f"parallel_lce: {changes} needs a fused loss, and this one is not: {reason}")
 
     def say(self, training: bool, reason: str) -> None:
         """Before real logits are made: a call that scores labels is refused; else training is warned of, once for a

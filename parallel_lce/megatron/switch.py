@@ -108,6 +108,7 @@ def _fuse_one(model: Any, own: settings.Settings | None) -> str | None:
     own = own or getattr(vars(model).get(MARK), "own", None)
     fusion, (_, before) = Fusion(model, own), _replacements[_language_module(), _LOSS]
     layer: Any = getattr(model, "output_layer", None)
+    fusion.asked = True
     _consume(model.config)
     if not is_megatrons(before):
         fusion.reason = f"LanguageModule.{_LOSS} was replaced before patch(); call patch() first"
@@ -158,7 +159,8 @@ def _language_module() -> Any:
 _CHOSEN = str(b"native", "ascii")
 """ "native", in the configuration of a model that chose this package, known by its identity: Megatron's own code knows
 the name, 0.20 raises for others, and programs write configurations to files, which a subclass of str would hinder.
-There ``cross_entropy_loss_fusion`` becomes False, since Megatron's own loss of real logits is its unfused one."""
+There ``cross_entropy_loss_fusion`` becomes 0, since Megatron's own loss of real logits is its unfused one. A program
+that wants an unfused model sets False in a copy."""
 
 
 def _consuming(own: Callable) -> Callable:
@@ -174,7 +176,7 @@ def _consume(config: Any) -> None:
     name = getattr(config, "cross_entropy_fusion_impl", None)
     chosen = name == IMPLEMENTATION or (fuses_native and name == "native")
     if chosen and config.cross_entropy_loss_fusion:
-        config.cross_entropy_fusion_impl, config.cross_entropy_loss_fusion = _CHOSEN, False
+        config.cross_entropy_fusion_impl, config.cross_entropy_loss_fusion = _CHOSEN, 0
 
 
 def _fusing(own: Callable) -> Callable:
@@ -182,7 +184,7 @@ def _fusing(own: Callable) -> Callable:
     def setup_embeddings_and_output_layer(self: Any) -> None:
         own(self)
         name, fusion = self.config.cross_entropy_fusion_impl, self.config.cross_entropy_loss_fusion
-        if name is _CHOSEN:
+        if name is _CHOSEN and fusion is not False:
             reason = _fuse_one(self, None)
         else:
             found = f"cross_entropy_loss_fusion={fusion}, cross_entropy_fusion_impl={name!r}"
@@ -198,7 +200,7 @@ def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple,
     """Before a fused model's forward: whether it wants losses of ours; and with ``skip_masked`` the labels of masked
     tokens become -100, and the count of the others begins."""
     fusion: Fusion = vars(model)[MARK]
-    arguments = {**dict(zip(fusion.parameters, given)), **named}
+    arguments = {**dict(zip(fusion.positional, given)), **named}
     labels, mask = arguments.get(fusion.labels), arguments.get("loss_mask")
     patched = any(name == _LOSS for _, name in _replacements)
     fusion.wants_loss = patched and (isinstance(labels, Tensor) or fusion.labels not in fusion.parameters)
@@ -210,5 +212,5 @@ def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple,
             raise ValueError(f"loss_mask must have the labels' shape {[*labels.shape]}, got {[*mask.shape]}")
         arguments[fusion.labels] = labels = as_int64(labels).masked_fill(mask.reshape(labels.shape) == 0, NO_LABEL)
     counted.set(LabelCount(labels))
-    names = fusion.parameters[: len(given)]
+    names = fusion.positional[: len(given)]
     return (*[arguments.pop(name) for name in names], *given[len(names) :]), arguments

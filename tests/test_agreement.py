@@ -1,9 +1,6 @@
 """Ranks whose calls differ: a result of NaN where their messages show it, and in debug mode an error on every rank that
 names the difference. test_faults.py has messages of other sizes."""
 
-import os
-from unittest import mock
-
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -12,7 +9,7 @@ import parallel_lce
 from calls import D, N, V, call, calls, good
 from cases import make, part
 from parallel_lce import backends
-from parallel_lce.call import debug, prepare
+from parallel_lce.call import prepare
 from parallel_lce.core.options import Options
 from parallel_lce.distillation import divergence
 from parallel_lce.run.entry import fused_loss
@@ -265,30 +262,6 @@ def test_equal_shards_that_are_no_mistake(member):
             assert loss(x, shard, target, **where).isfinite()
         assert loss(x, w * torch.nan, y, **where).isnan()
         assert torch.equal(loss(x, w, y, vocab_size=V, **where), loss(x, w, y))
-
-
-@on_ranks(2)
-def test_every_rank_refuses_a_malformed_switch_of_one_rank(member):
-    arguments = good(member.device) | dict(process_group=member.group)
-    with debug_mode(), mock.patch.dict(os.environ, {"PARALLEL_LCE_BACKEND": "cutlass"} if member.rank else {}):
-        with pytest.raises(ValueError, match="PARALLEL_LCE_BACKEND='cutlass' is none of"):
-            call(arguments)
-
-
-@on_ranks(2)
-def test_an_error_after_the_exchange_is_not_sent(member):
-    """The other ranks are in a later collective then."""
-    arguments = good(member.device) | dict(process_group=member.group)
-    arguments["linear_weight"] = arguments["linear_weight"] + member.rank
-
-    def failing(*given, **named):
-        fused_loss(*given, **named)
-        raise ValueError("after")
-
-    with debug_mode(), mock.patch.object(debug, "report_refusal") as report:
-        with mock.patch("parallel_lce.functional.fused_loss", failing), pytest.raises(ValueError, match="^after$"):
-            call(arguments)
-        report.assert_not_called()
 
 
 @on_ranks(3)

@@ -107,7 +107,6 @@ OF_STATISTICS = [
     ("mask", r"must be torch.bool of the tokens' shape \[6\], got NoneType", dict(counted_tokens=3)),
     ("mask", r"must be torch.bool .* got torch.float32 \[6\]", ZEROS, dict(mask=ZEROS, counted_tokens=3)),
     ("mask", r"must .* shape \[6\], got torch.bool \[2, 3\]", dict(mask=(ZEROS > 0).view(2, 3), counted_tokens=3)),
-    ("mask", "is on meta and input is on cpu", dict(mask=ZEROS.to("meta") > 0, counted_tokens=3)),
     ("", "without offsets, where a mask is given", dict(mask=ZEROS == 0, counted_tokens=N, selected=PAIR)),
     *(("", f"gradient_filter=0.01 cannot be combined with {name}", dict(gradient_filter=0.01) | {name: value})
       for name, value in dict(mean_logit=True, entropy=True, sum_p_squared=True, selected=IDS[:, None]).items()),
@@ -146,7 +145,6 @@ OF_LOGITS = [
     ("label_smoothing", "=0.1 needs at least 2 entries per rank, got 1", ONE_ENTRY),
     ("vocab_parallel_logits", "must be a tensor", "x"),
     ("vocab_parallel_logits", r"must be .* floating point, got \[6, 10\] of torch.int64", torch.zeros(N, V).long()),
-    ("vocab_parallel_logits", WRAPPED, torch.zeros(N, V).as_subclass(_Wrapper)),
 ]
 OF_VERL = [
     ("reduction", "must be 'none', 'sum' or, without a mask, 'mean', got", "all", dict(reduction="mean", mask=IDS > 0)),

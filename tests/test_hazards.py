@@ -296,14 +296,3 @@ def test_what_the_largest_logit_leaves_is_not_rounded_away(device):
     truth = torch.tensor(12288.0).double().mul(torch.tensor(-23.0).double().exp()).log1p()
     # Half a rounding of 1, in each of two sums.
     assert ((losses.double() - truth.to(device)).abs() <= 2**-24).all()
-
-
-@pytest.mark.parametrize("backend", ["triton"], indirect=True)
-def test_no_two_programs_add_to_one_row_of_dw(device):
-    """Rows of targets that several tokens share are complete without what is added for one token."""
-    module = pytest.importorskip("parallel_lce.kernels.token_gradients")
-    target, ones = torch.tensor([3, 5, 3, 1], device=device), torch.ones(4, device=device)
-    unshared = torch.tensor([0, 1, 0, 1], dtype=torch.uint8, device=device)
-    total = torch.zeros(8, 16, device=device)
-    module.add_targets(total, 0, module.Targets(target, ones, unshared), torch.ones(4, 16, device=device).bfloat16())
-    assert total.any(1).nonzero().flatten().tolist() == [1, 5]

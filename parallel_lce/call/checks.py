@@ -135,10 +135,9 @@ def check_tensors(options: Options, tensors: Tensors, layout: Layout) -> torch.S
         needed = "[S/P, ..., D] under sequence parallelism" if layout.sequence_parallel else "[..., D]"
         raise ValueError(f"input must be {needed}, got {list(input.shape)}")
     if weight.dim() != 2:
-        raise ValueError(
-            f"linear_weight must be [V, D] with two dimensions, got {list(weight.shape)}. A parameter that FSDP1 has "
-            "flattened is whole only in the forward of the module that it wraps"
-        )
+        flattened = ". A parameter that FSDP1 has flattened is whole only in the forward of the module that it wraps"
+        hint = flattened if weight.dim() == 1 else ""
+        raise ValueError(f"linear_weight must be [V, D] with two dimensions, got {list(weight.shape)}{hint}")
     if input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"input has {input.shape[-1]} features and linear_weight {list(weight.shape)} has {weight.shape[1]}: it "

@@ -98,6 +98,7 @@ DIFFERENTIABLE = NAMES[: NAMES.index("max_logit")]
 # Fields that are None unless an argument asks for them.
 _ARGUMENTS = {name: name for name in ("mean_logit", "entropy", "sum_p_squared", "argmax")}
 _ARGUMENTS |= {"mean_log_prob": "mean_logit", "expected_logit": "entropy"}
+_ARGUMENTS |= dict.fromkeys(("selected_log_prob", "top_logits", "top_ids"), "")
 
 
 def present(options: Options, tensors: Tensors) -> list[str]:
@@ -181,8 +182,13 @@ class _Asked(TokenStatistics):
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
         if value is None and name in _ARGUMENTS:
-            raise ValueError(f"loss reads {name}, which is computed with {_ARGUMENTS[name]}=True")
+            argument = _ARGUMENTS[name]
+            needed = f"is computed with {argument}=True" if argument else "token_loss does not compute"
+            raise ValueError(f"loss reads {name}, which {needed}")
         return value
+
+    def __repr__(self) -> str:
+        return repr({name: value for name, value in vars(self).items() if value is not None})
 
 
 def _called(run: Callable[..., Any], given: dict[str, Any], values: tuple[Tensor, ...]) -> tuple[Tensor, dict]:

@@ -61,7 +61,7 @@ def divergence(
 
 
 def _product(p: Tensor, value: Tensor) -> Tensor:
-    return (p * value).masked_fill(p == 0, 0.0)
+    return (p * value).masked_fill_(p == 0, 0.0)
 
 
 def _terms(p: Tensor, q: Tensor, of_p: Tensor, of_q: Tensor, beta: float) -> Tensor:
@@ -73,7 +73,7 @@ def _terms(p: Tensor, q: Tensor, of_p: Tensor, of_q: Tensor, beta: float) -> Ten
     def term(q: Tensor, log_ratio: Tensor) -> Tensor:
         near = log_ratio.abs() < NEAR_RATIO
         small = log_ratio.where(near, 0.0)  # autograd multiplies what `where` drops by 0
-        return torch.where(near, q * (small + torch.expm1(-small)), _product(q, log_ratio) + (r - q))
+        return torch.where(near, q * (small + torch.expm1(-small)), _product(q, log_ratio).add_(r - q))
 
     if beta in (0, 1):
         return term(q, of_q) if beta == 0 else term(p, of_p)

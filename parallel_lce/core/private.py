@@ -84,16 +84,16 @@ def saving_without_hooks() -> AbstractContextManager:
 _SELECTIVE_CHECKPOINTS = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
 
 
-def outside_selective_checkpoints(forward: F) -> F:
-    """Decorates an autograd.Function's ``forward``: a selective checkpoint runs it again whole. It would keep results
-    that the forward overwrites later, or views of memory that the next run does not fill."""
+def outside_selective_checkpoints(function: F) -> F:
+    """Decorates a function that a selective checkpoint runs again whole, such as an autograd.Function's ``forward``. It
+    would keep results that the function overwrites later, or views of memory that the next run does not fill."""
 
-    @functools.wraps(forward)
+    @functools.wraps(function)
     def call(*given: Any) -> Any:
         if not any(isinstance(mode, _SELECTIVE_CHECKPOINTS) for mode in _get_current_dispatch_mode_stack()):
-            return forward(*given)
+            return function(*given)
         with _disable_current_modes():
-            return forward(*given)
+            return function(*given)
 
     return call  # pyright: ignore[reportReturnType]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from parallel_lce.backends.torch_logits import tiles_of_rows
 from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.partials import LOWEST_SHIFT
+from parallel_lce.core.private import outside_selective_checkpoints
 
 # Magnitude of log(q / r) below which q and r are close.
 NEAR_RATIO = 0.25
@@ -86,14 +87,15 @@ def log_ratios(log_ratio: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     if beta in (0, 1):
         return log_ratio, -log_ratio
     up, rest = log_ratio > 0, 1 - beta
-    share = torch.full_like(log_ratio, rest).masked_fill(up, beta)
-    other = torch.full_like(log_ratio, beta).masked_fill(up, rest)
+    share = torch.full_like(log_ratio, rest).masked_fill_(up, beta)
+    other = torch.full_like(log_ratio, beta).masked_fill_(up, rest)
     distance = log_ratio.abs()
     total = other + share * torch.exp(-distance)
     log_sum = total.log() + (1 - total + share * torch.expm1(-distance))  # what the sum lost by its rounding
     return log_ratio.where(~up, 0.0) - log_sum, -log_ratio.where(up, 0.0) - log_sum
 
 
+@outside_selective_checkpoints
 def of_classes(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     """The divergence of ``[..., C]`` log-probabilities, over classes whose ``log_q`` is not -inf; differentiable."""
     # The others have probabilities of 0. Unlike -inf, this gives 0 and no NaN in products and their gradients.

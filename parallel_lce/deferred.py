@@ -422,10 +422,10 @@ class DeferredLogits(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A use that is no torch function: autograd's Functions save and alias tensors, and C++ calls operators."""
-        leaves = pytree.tree_leaves((args, kwargs))
-        args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, _real((args, kwargs or {}), str(function)))
-        if changes_arguments(function):  # as collectives do
-            torch.autograd.graph.increment_version([each.state.real for each in leaves if type(each) is cls])
+        use, leaves = str(function), pytree.tree_leaves((args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, _real((args, kwargs or {}), use))
+        if changes_arguments(function):
+            torch.autograd.graph.increment_version([each.real(use) for each in leaves if type(each) is cls])
         return function(*args, **kwargs)
 
     def _hooked(self, function: Callable, name: str, *hook: Callable) -> Any:

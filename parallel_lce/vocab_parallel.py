@@ -68,8 +68,7 @@ def vocab_parallel_cross_entropy(
     ids = as_int64(in_memory(target)).reshape(-1).contiguous()
     smoothing = float(label_smoothing)
     digest = digest_of("vocab_parallel_cross_entropy", logits.dtype, smoothing + 0.0) if layout.ranks > 1 else 0
-    loss = _LogitsCrossEntropy.apply(logits, ids, smoothing, layout, digest, backend)
-    return loss.view(target.shape)
+    return _LogitsCrossEntropy.apply(logits, ids, smoothing, layout, digest, backend).view(target.shape)
 
 
 def _check(logits: Tensor, target: Tensor, label_smoothing: object) -> None:

@@ -21,6 +21,7 @@ from parallel_lce.core.private import (
     after_backward,
     changes_arguments,
     comes_from,
+    forbid_address,
     outside_graphs,
     pytree,
     saving_without_hooks,
@@ -267,6 +268,7 @@ class DeferredLogits(Tensor):
     @staticmethod
     def without_graph(state: _State) -> DeferredLogits:
         tensor = wrapper_subclass(DeferredLogits, state.sizes, dtype=state.kind, device=state.source.device)
+        forbid_address(tensor)
         tensor.state = state
         return tensor
 

@@ -115,7 +115,6 @@ OTHERS = torch.zeros(3, 2).long()
 SELECTED = [
     ("selected", "must hold ids of an integer dtype, got torch.float32", torch.zeros(N, 2)),
     ("selected", r"must be ids of shape \[..., K\] for tokens of shape \[6\].*, got \[3, 2\]", OTHERS),
-    ("", r"one more than the tokens, got \[6\] and \[4\]", dict(selected=(OTHERS.view(6), torch.arange(4)))),
     ("selected", r"must .* got \[3, 2\] and \[7\]", dict(selected=(OTHERS, torch.arange(N + 1)))),
     ("selected_offsets", "is on meta", dict(selected=(IDS, torch.arange(N + 1).to("meta")))),
     ("selected", "must .* or a pair of ids and offsets, got NoneType and Tensor", dict(selected=(None, IDS))),

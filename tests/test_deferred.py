@@ -204,12 +204,13 @@ def test_frozen_operands(frozen, change):
 
 def test_programs_see_a_tensor():
     z = Layer()(torch.randn(*SHAPE, D, dtype=torch.float64))
-    assert torch.equal(vocab_parallel_cross_entropy(z, TARGET), vocab_parallel_cross_entropy(z + 0, TARGET))
-    z = Layer()(torch.randn(*SHAPE, D, dtype=torch.float64))
     assert isinstance(z, torch.Tensor) and torch.is_tensor(z) and z.requires_grad and not z.is_leaf
     assert z.shape == (*SHAPE, V) and len(z) == 2 and z.dtype == torch.float64 and z.float().dtype == torch.float32
     assert z.view(-1, V).shape == (10, V) and z.transpose(0, 1).stride() == (2 * V, V, 1)
     assert not z.detach().requires_grad and not z.source.layer.said  # no use so far
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(z.detach())
+    assert torch.equal(vocab_parallel_cross_entropy(z, TARGET), vocab_parallel_cross_entropy(z + 0, TARGET))
     with torch.no_grad():
         z = z.source.layer(z.source.hidden)
         for other in (pickle.loads(pickle.dumps(z)), copy.deepcopy(z), z + 0):

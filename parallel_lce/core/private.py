@@ -118,8 +118,9 @@ def accumulates(leaf_node: Any) -> bool:
 
 # --- tensors ---
 
-# A tensor of a subclass, without memory.
+# A tensor of a subclass, without memory; and what makes C++ code that asks for its address raise, not read from 0.
 wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
+forbid_address: Callable[[Tensor], None] = _torch._C._set_throw_on_mutable_data_ptr
 # A context in which subclasses' __torch_function__ does not run.
 DisableTorchFunctionSubclass: Any = _torch._C.DisableTorchFunctionSubclass
 

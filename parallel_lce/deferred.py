@@ -44,6 +44,8 @@ _MEMORY = {*"data __set__ numpy __array__ __dlpack__ data_ptr storage untyped_st
 _PRODUCTS, _QUOTIENTS = {"mul", "__mul__", "__rmul__", "multiply"}, {"div", "__truediv__", "true_divide"}
 _CASTS, _UNARY = {"float", "half", "bfloat16", "double", "to"}, {"tanh", "contiguous", "clone", "detach"}
 _VIEWS = {*"__getitem__ view reshape flatten unflatten transpose permute unsqueeze squeeze narrow select".split()}
+_SENDS = {"send", "isend", "gather"}
+"""Collectives that only read their first argument."""
 THE_LOSS = "the loss"
 """The use of real logits by a door's loss, which has said why."""
 
@@ -163,11 +165,12 @@ class _State:
     real: Tensor | None = None
     version: int = 0
     node: Any = None
-    # Whether they are a copy at the tensor's place in the graph.
-    placed: bool = False
+    # The node of the graph at which they are a copy.
+    placed: Any = None
     # A copy, from when a program got their memory before the loss.
     copy: Tensor | None = None
-    # Whether a program put a hook on them, or gave them to a collective; and the hooks that FSDP and DeepSpeed put.
+    # Whether the loss must take them: a program put a hook on them, gave them to a collective, or to a Function that
+    # changed them after that. And the hooks that FSDP and DeepSpeed put.
     hooked: bool = False
     output_hooks: list[Callable] = dataclasses.field(default_factory=list)
 
@@ -194,8 +197,9 @@ class _State:
         """A collective may write into these logits, and into those that they may be a view of. No version tells, and
         the values of one rank may stay: all must know."""
         self.hooked = True
-        if self.parent is not None:
-            self.parent.state.mark_collective()
+        above, real = None if self.parent is None else self.parent.state, cast(Any, self.real)
+        if above and real.untyped_storage().data_ptr() == cast(Any, above.real).untyped_storage().data_ptr():
+            above.mark_collective()
 
 
 class _Edge(torch.autograd.Function):
@@ -354,7 +358,7 @@ class DeferredLogits(Tensor):
             real: Any = state.real
             for hook in state.output_hooks if real.requires_grad else ():
                 real.register_hook(hook)
-        elif self._is_moved() and not state.placed:  # a Function has changed them in place
+        elif self._is_moved() and self._place_in_graph() is not state.placed:  # a Function has changed them in place
             state.hooked = state.hooked or _node(state.real) is not state.node
             self._place()
         assert state.real is not None
@@ -362,7 +366,7 @@ class DeferredLogits(Tensor):
 
     def _place(self) -> None:
         if self._is_moved():
-            self.state.placed = True
+            self.state.placed = self._place_in_graph()
             with torch.enable_grad(), DisableTorchFunctionSubclass():
                 self.state.keep(self.clone())
 
@@ -385,9 +389,12 @@ class DeferredLogits(Tensor):
 
     def _is_moved(self) -> bool:
         """Whether a Function, such as a reentrant checkpoint, gave this tensor another place in the graph."""
-        with DisableTorchFunctionSubclass():
-            node = self.grad_fn
+        node = self._place_in_graph()
         return node is not None and getattr(node, "state", None) is not self.state
+
+    def _place_in_graph(self) -> Any:
+        with DisableTorchFunctionSubclass():
+            return self.grad_fn
 
     # --- uses ---
 
@@ -415,7 +422,7 @@ class DeferredLogits(Tensor):
         args, kwargs = _real((args, kwargs), name)
         if is_deferred and name in _MEMORY:
             first.state.share()
-        if is_deferred and comes_from(function, "torch.distributed"):
+        if is_deferred and comes_from(function, "torch.distributed") and name not in _SENDS:
             first.state.mark_collective()
         result = function(*args, **kwargs)
         # `logits *= 2` rebinds the name to the result. Returning first keeps all names on one tensor.

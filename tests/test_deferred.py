@@ -130,7 +130,7 @@ USES = {
     "two soft-caps": (lambda z: torch.tanh(torch.tanh(z)), False),
     "a part of the vocabulary": (lambda z: torch.cat([z[..., :7], z[..., 7:]], -1), False),
     "a Function": (Tripled.apply, False),
-    "a Function in place": (lambda z: Doubled.apply(z, False), False),
+    "a Function in place": (lambda z: Doubled.apply(Doubled.apply(z, False), False), False),
     "a Function that overwrites a view": (lambda z: Doubled.apply(z.view(-1, V), True), False),
     "scripted code in place": (lambda z: (torch.no_grad()(SCRIPTED)(z), z)[1], False),
     "a view without the vocabulary": (lambda z: z.view(-1).view(*SHAPE, V), False),

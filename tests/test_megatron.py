@@ -229,8 +229,9 @@ OPTION = "--cross-entropy-fusion-impl"
 SCRIPT = """
 import argparse, beside, sys
 from megatron.core.models.gpt.gpt_model import GPTModel
-print(hasattr(GPTModel.compute_language_model_loss, "__wrapped__") and vars(sys.modules["__mp_main__"]) is globals())
-parser = argparse.ArgumentParser()
+def typed(x: int): assert vars(sys.modules["__mp_main__"]) is globals()
+print(hasattr(GPTModel.compute_language_model_loss, "__wrapped__") and typed.__annotations__ == {"x": int})
+typed(parser := argparse.ArgumentParser())
 parser.add_argument("--cross-entropy-fusion-impl", default="native", choices=["native", "te"])
 print(parser.parse_args().cross_entropy_fusion_impl)
 from parallel_lce.megatron import settings, switch

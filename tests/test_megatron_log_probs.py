@@ -184,6 +184,8 @@ def test_models_that_cannot_be_scored_are_refused(member):
     with mock.patch.object(model, "compute_language_model_loss", torch.no_grad()(model.compute_language_model_loss)):
         with pytest.raises(RuntimeError, match="the loss of the labels is in a checkpoint"):
             token_log_probs(model, *given)
+    with mock.patch.object(model, "forward", torch.no_grad()(model.forward)):
+        assert not token_log_probs(model, *given).log_probs.requires_grad
     model.register_forward_hook(lambda module, inputs, output: output[0])
     with pytest.raises(RuntimeError, match="GPTModel's forward must return compute_language_model_loss"):
         token_log_probs(model, *given)

@@ -101,10 +101,10 @@ def test_a_setting_that_the_loss_cannot_keep_is_refused_by_its_name(member):
             model(*given, labels=data.labels)
         hook.remove()
     model(*given)  # as RL calls a model whose MTP heads have losses, from 0.19 on
-    with torch.no_grad():  # as evaluation does
-        model.compute_language_model_loss(data.labels, torch.zeros(16, 2, 96, device=member.device))
+    with torch.no_grad():  # evaluation has no z-loss
+        model.eval().compute_language_model_loss(data.labels, torch.zeros(16, 2, 96, device=member.device))
     with pytest.raises(RuntimeError, match="this one is not: the model was called without labels"):
-        model.forward(*given, labels=data.labels)
+        model.train().forward(*given, labels=data.labels)
 
 
 @pytest.mark.parametrize("scored", [False, True])
@@ -149,7 +149,7 @@ def test_masked_tokens_have_no_loss(member):
         found = calls[0]()
     torch.testing.assert_close(found, whole * mask)
     own = model.forward
-    model.forward = lambda input_ids, *others, labels=None, **named: own(input_ids, *others, labels=labels, **named)
+    model.forward = lambda input_ids, /, *others, labels=None, **named: own(input_ids, *others, labels=labels, **named)
     fuse(model)
     torch.testing.assert_close(calls[1](), whole * mask)
 

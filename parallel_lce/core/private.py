@@ -86,7 +86,8 @@ _SELECTIVE_CHECKPOINTS = checkpoint._CachingTorchDispatchMode, checkpoint._Cache
 
 def outside_selective_checkpoints(function: F) -> F:
     """Decorates a function that a selective checkpoint runs again whole, such as an autograd.Function's ``forward``. It
-    would keep results that the function overwrites later, or views of memory that the next run does not fill."""
+    would keep results that the function overwrites later, or views of memory that the next run does not fill. Other
+    modes, such as a counter of FLOPs, then do not see it, either."""
 
     @functools.wraps(function)
     def call(*given: Any) -> Any:

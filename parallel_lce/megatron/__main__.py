@@ -20,7 +20,6 @@ from parallel_lce.megatron import switch
 
 
 def _flag(text: str) -> bool:
-    """1 or 0"""
     return bool(int(text))
 
 
@@ -46,9 +45,9 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"error: {refusal}")
     script = Path(sys.argv[0])
     # As `python SCRIPT`: what the script pickles, and processes that it spawns, look for this module.
-    main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
-    main.__file__ = str(script)
-    exec(compile(script.read_bytes(), script, "exec"), vars(main))
+    module = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
+    module.__file__ = str(script)
+    exec(compile(script.read_bytes(), script, "exec", dont_inherit=True), vars(module))
 
 
 def _parsed(arguments: list[str]) -> tuple[dict[str, Any], list[str], bool]:

@@ -30,7 +30,7 @@ class LogitsWarning(RuntimeWarning):
 
 
 _OF_LOSS = "z_loss", "label_smoothing", "vocab_size", "token_metrics"
-"""Settings by which the loss is another one than Megatron's, or says more."""
+"""Settings by which the loss is another one than Megatron's, or says more. The first two only in training."""
 
 
 class Settings(NamedTuple):
@@ -46,9 +46,10 @@ class Settings(NamedTuple):
     vocab_size: int | None = None
     token_metrics: bool = False
 
-    def changes(self) -> str:
+    def changes(self, training: bool = True) -> str:
         """The settings by which the loss is another one than Megatron's."""
-        return ", ".join(f"{name}={value}" for name in _OF_LOSS if (value := getattr(self, name)))
+        names = _OF_LOSS if training else _OF_LOSS[2:]
+        return ", ".join(f"{name}={value}" for name in names if (value := getattr(self, name)))
 
 
 current = Settings()
@@ -88,7 +89,7 @@ class Fusion:
         self.heads = 1 + (getattr(model.config, "mtp_num_layers", None) or 0)
         of_forward = inspect.signature(model.forward).parameters
         self.parameters, by_place = [*of_forward], inspect.Parameter.POSITIONAL_OR_KEYWORD
-        self.positional = [name for name, each in of_forward.items() if each.kind == by_place]
+        self.positional = [name for name, each in of_forward.items() if each.kind <= by_place]
         self.labels = "lm_labels" if "lm_labels" in self.parameters else "labels"
         self.said: list[str] = []
         # Whether the model's last call got labels, under patch() or fuse().
@@ -104,10 +105,11 @@ class Fusion:
         scoring = running.get()
         return scoring if scoring is not None and scoring.fusion is self else None
 
-    def refuse_changes(self, reason: str) -> None:
-        """Raise if a setting changes the loss, which is not fused for this reason. Not for a loss that nobody wants:
+    def refuse_changes(self, reason: str, training: bool) -> None:
+        """Raise if a setting changes the loss, which is not fused for this reason. Not for losses that nobody wants:
         Megatron 0.19 forms those of MTP heads without labels, too."""
-        if (changes := self.settings.changes()) and (self.wants_loss or torch.is_grad_enabled()):
+        wanted = self.wants_loss or self.heads == 1 or torch.is_grad_enabled()
+        if wanted and (changes := self.settings.changes(training)):
             raise RuntimeError(f"parallel_lce: {changes} needs a fused loss, and this one is not: {reason}")
 
     def say(self, training: bool, reason: str) -> None:

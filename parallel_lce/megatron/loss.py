@@ -76,8 +76,8 @@ def with_fused_loss(own: Any) -> Any:
         if scoring and not (scores or self.training or torch.is_grad_enabled()):
             return torch.zeros(labels.shape, device=labels.device)  # the loss of a head that nobody reads
         # A checkpoint's hidden states, unlike those of a forward without gradients, require one.
-        tracked = scores and scores.tracked and deferred and logits.source.hidden.requires_grad
-        if tracked and not torch.is_grad_enabled():
+        tracked = deferred and logits.source.hidden.requires_grad
+        if scores and scores.tracked and tracked and not torch.is_grad_enabled():
             made_again = "in a checkpoint, which would run it again as a loss: leave output layer and loss out of it"
             raise RuntimeError(f"{scores.function}: the loss of the labels is {made_again}")
         by_choice = chosen.cross_entropy == "logits" and not scores

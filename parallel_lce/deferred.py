@@ -7,7 +7,7 @@ import functools
 import math
 import numbers
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -172,6 +172,8 @@ class _State:
     # Whether the loss must take them: a program put a hook on them, gave them to a collective, or to a Function that
     # changed them after that. And the hooks that FSDP and DeepSpeed put.
     hooked: bool = False
+    # Whether a program changed in place what they are made of, before they were made.
+    changed: bool = False
     output_hooks: list[Callable] = dataclasses.field(default_factory=list)
 
     def keep(self, real: Tensor) -> None:
@@ -180,9 +182,14 @@ class _State:
     def is_touched(self) -> bool:
         """Whether a program has put a hook on the real logits, changed them in place, or made them a leaf."""
         real = self.real
-        if self.hooked or real is None:
-            return self.hooked
-        if version(real) != self.version or real.requires_grad != self.tracked:
+        return self.hooked or self.is_changed() or (real is not None and real.requires_grad != self.tracked)
+
+    def is_changed(self) -> bool:
+        """Whether a program has changed the real logits in place; or, before they were made, what they are made of."""
+        real = self.real
+        if self.changed or real is None:
+            return self.changed
+        if version(real) != self.version:
             return True
         return self.copy is not None and not torch.allclose(real, self.copy, 0, 0, equal_nan=True)
 
@@ -294,16 +301,21 @@ class DeferredLogits(Tensor):
     def why_not_fused(self) -> str | None:
         """Why the loss must take real logits; None if it need not. A use beside the loss is no reason: ranks may differ
         in that."""
-        state, tensor = self.state, self
-        while tensor is not None:
-            if tensor.state.is_touched() or tensor._is_moved():
-                return "an in-place change, a hook or a torch.autograd.Function comes between output layer and loss"
-            tensor = tensor.state.parent
+        state = self.state
+        if any(each.state.is_touched() or each._is_moved() for each in self._chain()):
+            return "an in-place change, a hook or a torch.autograd.Function comes between output layer and loss"
         if state.rows is None:
             return "rows of the logits are selected or moved, and under sequence parallelism this rank has not all rows"
         if self.epilogue() is None or state.kind == torch.float64 != self.source.hidden.dtype:
             return f"the loss takes more than a scale, a soft-cap and a cast: {[_name(f) for f, *_ in state.steps]}"
         return None
+
+    def _chain(self) -> Iterator[DeferredLogits]:
+        """These logits, and those that they are made of."""
+        tensor: DeferredLogits | None = self
+        while tensor is not None:
+            yield tensor
+            tensor = tensor.state.parent
 
     def epilogue(self) -> dict[str, float] | None:
         """The steps as the fused functions' ``logit_scale`` and ``logit_softcap``; None if they cannot express them."""
@@ -354,7 +366,8 @@ class DeferredLogits(Tensor):
         if state.real is None:
             state.keep(self._made(use))
             self._place()
-            state.hooked = parent is not None and parent.state.is_touched()
+            if parent is not None:
+                state.hooked, state.changed = parent.state.is_touched(), parent.state.is_changed()
             real: Any = state.real
             for hook in state.output_hooks if real.requires_grad else ():
                 real.register_hook(hook)
@@ -366,7 +379,7 @@ class DeferredLogits(Tensor):
 
     def _place(self) -> None:
         if self._is_moved():
-            self.state.placed = self._place_in_graph()
+            self.state.placed, self.state.changed = self._place_in_graph(), self.state.is_changed()
             with torch.enable_grad(), DisableTorchFunctionSubclass():
                 self.state.keep(self.clone())
 
@@ -374,7 +387,7 @@ class DeferredLogits(Tensor):
         state, source, parent, before = self.state, self.source, self.state.parent, None
         if parent is not None:
             before, name = parent.real(use), _name(state.steps[-1][0])
-            if version(before) != parent.state.version and name not in _VIEWS | {"detach"}:
+            if parent.state.is_changed() and name not in _VIEWS | {"detach"}:
                 said = f"{name!r} was taken of logits that were then changed in place: use its result before"
                 raise RuntimeError(f"parallel_lce: {said}")
         # Tensors of inference mode do not count their changes.
@@ -406,7 +419,7 @@ class DeferredLogits(Tensor):
         if is_deferred and name in _HOOKS:
             return first._hooked(function, name, *args[1:])
         # Also beside real logits, so that a look of one rank alone leaves the loss what it is on the others.
-        if is_deferred and not first.state.is_touched():
+        if is_deferred and not any(each.state.is_touched() for each in first._chain()):
             if name in _PLAIN and first.state.real is None:
                 with DisableTorchFunctionSubclass():
                     return function(*args, **kwargs)
@@ -465,7 +478,10 @@ class DeferredLogits(Tensor):
         elif any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((arguments, options))):
             return None
         elif name in _CASTS:
-            cast = function(torch.empty(0, dtype=kind, device=source.device), *arguments, **options)
+            empty = torch.empty(0, dtype=kind, device=source.device)
+            cast = function(empty, *arguments, **options)
+            if cast is empty:
+                return self
             if cast.device != source.device or not cast.is_floating_point():
                 return None
             kind = cast.dtype
@@ -476,6 +492,8 @@ class DeferredLogits(Tensor):
             rows = None if rows is None or source.whole is not None else _same_rows(rows, view)
         elif name not in _UNARY or options.keys() - {"memory_format"}:
             return None
+        elif name == "contiguous" and state.parent is None:
+            return self
         steps = (*state.steps, (function, arguments, options))
         step = _State(source, sizes, kind, rows, self, steps)
         return self._in_graph(step, state.tracked and name != "detach")

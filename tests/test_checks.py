@@ -127,7 +127,6 @@ OF_DIVERGENCE = [
     ("", r"\[0, 9\).*\[0, 10\)", dict(teacher_weight=torch.zeros(V - 1, D))),
     ("beta", "must be 0, 1", 1e-9, 2),
     ("teacher_logit_scale", r"must be .* of target's shape \[6\]", ZEROS[1:]),
-    ("teacher_logit_softcap", "must be None or", 0, ZEROS),
 ]
 OF_TOP_K = [
     ("tail", "must be 'class' or 'renormalize', got", "none"),
@@ -146,7 +145,6 @@ OF_LOGITS = [
 OF_VERL = [
     ("reduction", "must be 'none', 'sum' or, without a mask, 'mean', got", "all", dict(reduction="mean", mask=IDS > 0)),
     ("hidden", r"must be \[..., D\], got \[\]", ZEROS[0]),
-    ("labels", "must be ids of an integer dtype, got", ZEROS),
     ("temperature", "must be", 0, ZEROS[1:]),
 ]
 OF_SKYRL = [("weight", r"must be \[V/P, D\], got str", "x"), ("target", "must be ids of an integer dtype", ZEROS)]

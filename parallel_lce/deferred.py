@@ -204,8 +204,11 @@ class _State:
         """A collective may write into these logits, and into those that they may be a view of. No version tells, and
         the values of one rank may stay: all must know."""
         self.hooked = True
-        above, real = None if self.parent is None else self.parent.state, cast(Any, self.real)
-        if above and real.untyped_storage().data_ptr() == cast(Any, above.real).untyped_storage().data_ptr():
+        if self.parent is None:
+            return
+        above = self.parent.state
+        own, its = (cast(Tensor, state.real).untyped_storage().data_ptr() for state in (self, above))
+        if own == its:
             above.mark_collective()
 
 
@@ -365,23 +368,25 @@ class DeferredLogits(Tensor):
         state, parent = self.state, self.state.parent
         if state.real is None:
             state.keep(self._made(use))
-            self._place()
             if parent is not None:
                 state.hooked, state.changed = parent.state.is_touched(), parent.state.is_changed()
+            self._place()
             real: Any = state.real
             for hook in state.output_hooks if real.requires_grad else ():
                 real.register_hook(hook)
-        elif self._is_moved() and self._place_in_graph() is not state.placed:  # a Function has changed them in place
-            state.hooked = state.hooked or _node(state.real) is not state.node
+        else:
             self._place()
         assert state.real is not None
         return state.real
 
     def _place(self) -> None:
-        if self._is_moved():
-            self.state.placed, self.state.changed = self._place_in_graph(), self.state.is_changed()
+        """If a Function has moved this tensor in the graph, the real logits become a copy at its place."""
+        state, place = self.state, self._place_in_graph()
+        if self._is_moved() and place is not state.placed:
+            state.hooked = state.hooked or _node(cast(Tensor, state.real)) is not state.node
+            state.placed, state.changed = place, state.is_changed()
             with torch.enable_grad(), DisableTorchFunctionSubclass():
-                self.state.keep(self.clone())
+                state.keep(self.clone())
 
     def _made(self, use: str) -> Tensor:
         state, source, parent, before = self.state, self.source, self.state.parent, None
@@ -444,10 +449,11 @@ class DeferredLogits(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A use that is no torch function: autograd's Functions save and alias tensors, and C++ calls operators."""
-        use, leaves = str(function), pytree.tree_leaves((args, kwargs))
-        args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, _real((args, kwargs or {}), use))
+        use = str(function)
         if changes_arguments(function):
-            torch.autograd.graph.increment_version([each.real(use) for each in leaves if type(each) is cls])
+            changed = [each.real(use) for each in pytree.tree_leaves((args, kwargs)) if type(each) is cls]
+            torch.autograd.graph.increment_version(changed)
+        args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, _real((args, kwargs or {}), use))
         return function(*args, **kwargs)
 
     def _hooked(self, function: Callable, name: str, *hook: Callable) -> Any:

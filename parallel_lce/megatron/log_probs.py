@@ -38,8 +38,6 @@ class Scoring(NamedTuple):
     function: str
     labels: Tensor
     of: Callable[[DeferredLogits, Tensor], tuple]
-    # Whether the call is in grad mode.
-    tracked: bool
 
 
 @public
@@ -133,7 +131,7 @@ def _scored(
     if debug.enabled() and layout.ranks > 1:  # has another rank refused? Before the model's collectives
         debug.agree(layout, function, {})
     debug.state.awaited = False
-    token = running.set(None if fusion is None else Scoring(fusion, function, labels, of, torch.is_grad_enabled()))
+    token = running.set(None if fusion is None else Scoring(fusion, function, labels, of))
     try:
         output = call()
     finally:

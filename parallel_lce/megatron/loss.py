@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,15 +69,15 @@ def with_fused_loss(own: Any) -> Any:
             raise RuntimeError("parallel_lce: the model was built before patch(): call fuse(model)")
         if fusion is None or fusion.reason is not None:
             if fusion is not None and fusion.asked:
-                fusion.refuse_changes(cast(str, fusion.reason), self.training)
+                fusion.refuse_changes(fusion.reason, self.training)
             return own(self, labels, logits, *others, **named)
         scoring, chosen, deferred = fusion.scoring, fusion.settings, isinstance(logits, DeferredLogits)
         scores = scoring if scoring and labels is scoring.labels else None
         if scoring and not (scores or self.training or torch.is_grad_enabled()):
             return torch.zeros(labels.shape, device=labels.device)  # the loss of a head that nobody reads
-        # A checkpoint's hidden states, unlike those of a forward without gradients, require one.
+        # Without gradients only a checkpoint's hidden states require one.
         tracked = deferred and logits.source.hidden.requires_grad
-        if scores and scores.tracked and tracked and not torch.is_grad_enabled():
+        if scores and tracked and not torch.is_grad_enabled():
             made_again = "in a checkpoint, which would run it again as a loss: leave output layer and loss out of it"
             raise RuntimeError(f"{scores.function}: the loss of the labels is {made_again}")
         by_choice = chosen.cross_entropy == "logits" and not scores

@@ -29,8 +29,9 @@ class LogitsWarning(RuntimeWarning):
     has no output layer under pipeline parallelism."""
 
 
-_OF_LOSS = "z_loss", "label_smoothing", "vocab_size", "token_metrics"
-"""Settings by which the loss is another one than Megatron's, or says more. The first two only in training."""
+_OF_TRAINING = "z_loss", "label_smoothing"
+_OF_LOSS = *_OF_TRAINING, "vocab_size", "token_metrics"
+"""Settings by which the loss is another one than Megatron's, or says more; the first ones only in training."""
 
 
 class Settings(NamedTuple):
@@ -48,7 +49,7 @@ class Settings(NamedTuple):
 
     def changes(self, training: bool = True) -> str:
         """The settings by which the loss is another one than Megatron's."""
-        names = _OF_LOSS if training else _OF_LOSS[2:]
+        names = [name for name in _OF_LOSS if training or name not in _OF_TRAINING]
         return ", ".join(f"{name}={value}" for name in names if (value := getattr(self, name)))
 
 
@@ -83,8 +84,8 @@ class Fusion:
 
     def __init__(self, model: Any, own: Settings | None = None, reason: str | None = None) -> None:
         self.own, self.reason = own, reason
-        # Whether the configuration or fuse() asked for the fused loss.
-        self.asked = False
+        # Whether the configuration or fuse() asked for the fused loss: else it is made with the reason.
+        self.asked = reason is None
         # The calls of the output layer in a forward: 1, and one for each multi-token prediction.
         self.heads = 1 + (getattr(model.config, "mtp_num_layers", None) or 0)
         of_forward = inspect.signature(model.forward).parameters
@@ -105,7 +106,7 @@ class Fusion:
         scoring = running.get()
         return scoring if scoring is not None and scoring.fusion is self else None
 
-    def refuse_changes(self, reason: str, training: bool) -> None:
+    def refuse_changes(self, reason: str | None, training: bool) -> None:
         """Raise if a setting changes the loss, which is not fused for this reason. Not for losses that nobody wants:
         Megatron 0.19 forms those of MTP heads without labels, too."""
         wanted = self.wants_loss or self.heads == 1 or torch.is_grad_enabled()

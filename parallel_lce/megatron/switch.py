@@ -108,7 +108,6 @@ def _fuse_one(model: Any, own: settings.Settings | None) -> str | None:
     own = own or getattr(vars(model).get(MARK), "own", None)
     fusion, (_, before) = Fusion(model, own), _replacements[_language_module(), _LOSS]
     layer: Any = getattr(model, "output_layer", None)
-    fusion.asked = True
     _consume(model.config)
     if not is_megatrons(before):
         fusion.reason = f"LanguageModule.{_LOSS} was replaced before patch(); call patch() first"

@@ -95,7 +95,7 @@ pytree.register_dataclass(TokenStatistics)
 NAMES = tuple(f.name for f in fields(TokenStatistics))
 _COLUMNS = tuple(f.metadata.get("column") for f in fields(TokenStatistics))
 DIFFERENTIABLE = NAMES[: NAMES.index("max_logit")]
-# Fields that are None unless an argument asks for them.
+# Fields that are None unless an argument of ``token_loss`` asks for them; "" where it has none.
 _ARGUMENTS = {name: name for name in ("mean_logit", "entropy", "sum_p_squared", "argmax")}
 _ARGUMENTS |= {"mean_log_prob": "mean_logit", "expected_logit": "entropy"}
 _ARGUMENTS |= dict.fromkeys(("selected_log_prob", "top_logits", "top_ids"), "")

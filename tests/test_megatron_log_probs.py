@@ -180,7 +180,7 @@ def test_models_that_cannot_be_scored_are_refused(member):
             token_log_probs(other, *given)
     with pytest.raises(ValueError, match=r"temperature must be .* one per label \[2, 16\], got \[16, 2\]$"):
         token_log_probs(model, *given, temperature=torch.ones(16, 2))
-    fuse(model)
+    assert fuse(model) == ["fused"]
     with mock.patch.object(model, "compute_language_model_loss", torch.no_grad()(model.compute_language_model_loss)):
         with pytest.raises(RuntimeError, match="the loss of the labels is in a checkpoint"):
             token_log_probs(model, *given)

@@ -222,7 +222,8 @@ def test_a_second_patch_changes_the_options_and_unpatch_ends_them(head):
     model, own = model_of("stand-in", "plain").train(), model_of("stand-in", "plain").train()
     model.lm_head.__class__ = head
     assert "token_accuracy" in door.patch(model, token_accuracy=True)(**batch(1))
-    assert "token_accuracy" not in door.patch(model)(**batch(1))
+    loss_alone = door.patch(model.double())(**batch(1))
+    assert "token_accuracy" not in loss_alone and loss_alone["loss"].dtype == torch.float32
     out = door.unpatch(model)(**batch(1))
     assert type(model) is type(own) and type(model.lm_head) is head and type(out["logits"]) is torch.Tensor
     assert vars(model).keys() == vars(own).keys() and vars(model.lm_head).keys() == vars(own.lm_head).keys()

@@ -21,6 +21,7 @@ from parallel_lce.core.private import (
     after_backward,
     changes_arguments,
     comes_from,
+    counting_versions,
     forbid_address,
     outside_graphs,
     pytree,
@@ -44,8 +45,6 @@ _MEMORY = {*"data __set__ numpy __array__ __dlpack__ data_ptr storage untyped_st
 _PRODUCTS, _QUOTIENTS = {"mul", "__mul__", "__rmul__", "multiply"}, {"div", "__truediv__", "true_divide"}
 _CASTS, _UNARY = {"float", "half", "bfloat16", "double", "to"}, {"tanh", "contiguous", "clone", "detach"}
 _VIEWS = {*"__getitem__ view reshape flatten unflatten transpose permute unsqueeze squeeze narrow select".split()}
-_SENDS = {"send", "isend", "gather"}
-"""Collectives that only read their first argument."""
 THE_LOSS = "the loss"
 """The use of real logits by a door's loss, which has said why."""
 
@@ -169,8 +168,8 @@ class _State:
     placed: Any = None
     # A copy, from when a program got their memory before the loss.
     copy: Tensor | None = None
-    # Whether the loss must take them: a program put a hook on them, gave them to a collective, or to a Function that
-    # changed them after that. And the hooks that FSDP and DeepSpeed put.
+    # Whether the loss must take them: a program put a hook on them, or gave them to a Function that changed them after
+    # that. And the hooks that FSDP and DeepSpeed put.
     hooked: bool = False
     # Whether a program changed in place what they are made of, before they were made.
     changed: bool = False
@@ -199,17 +198,6 @@ class _State:
             self.copy = self.real.detach().clone()
             if self.parent is not None:
                 self.parent.state.share()
-
-    def mark_collective(self) -> None:
-        """A collective may write into these logits, and into those that they may be a view of. No version tells, and
-        the values of one rank may stay: all must know."""
-        self.hooked = True
-        if self.parent is None:
-            return
-        above = self.parent.state
-        own, its = (cast(Tensor, state.real).untyped_storage().data_ptr() for state in (self, above))
-        if own == its:
-            above.mark_collective()
 
 
 class _Edge(torch.autograd.Function):
@@ -395,8 +383,7 @@ class DeferredLogits(Tensor):
             if parent.state.is_changed() and name not in _VIEWS | {"detach"}:
                 said = f"{name!r} was taken of logits that were then changed in place: use its result before"
                 raise RuntimeError(f"parallel_lce: {said}")
-        # Tensors of inference mode do not count their changes.
-        with saving_without_hooks(), torch.inference_mode(False), torch.set_grad_enabled(state.tracked):
+        with saving_without_hooks(), counting_versions(), torch.set_grad_enabled(state.tracked):
             if before is not None:
                 return _after(before, state.steps[-1:])
             source.check()
@@ -433,6 +420,9 @@ class DeferredLogits(Tensor):
             if (name == "argmax" or (name == "max" and not torch.is_grad_enabled())) and kwargs.keys() <= {"dim"}:
                 if (found := first._largest(name, [*args[1:], *kwargs.values()])) is not None:
                     return found
+        if comes_from(function, "torch.distributed"):  # __torch_dispatch__ gets its operator
+            with DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
         if function in (torch.autograd.grad, torch.autograd.backward):
             wanted = pytree.tree_leaves((args[1:], kwargs.get("inputs")))
             if any(type(each) is cls and each.source.has_loss and each.state.tracked for each in wanted):
@@ -440,8 +430,6 @@ class DeferredLogits(Tensor):
         args, kwargs = _real((args, kwargs), name)
         if is_deferred and name in _MEMORY:
             first.state.share()
-        if is_deferred and comes_from(function, "torch.distributed") and name not in _SENDS:
-            first.state.mark_collective()
         result = function(*args, **kwargs)
         # `logits *= 2` rebinds the name to the result. Returning first keeps all names on one tensor.
         return first if is_deferred and result is first.state.real else result
@@ -449,10 +437,12 @@ class DeferredLogits(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A use that is no torch function: autograd's Functions save and alias tensors, and C++ calls operators."""
-        use = str(function)
-        if changes_arguments(function):
-            changed = [each.real(use) for each in pytree.tree_leaves((args, kwargs)) if type(each) is cls]
-            torch.autograd.graph.increment_version(changed)
+        use, is_collective = str(function), getattr(function, "namespace", None) == "c10d"
+        if is_collective or changes_arguments(function):
+            # A collective's schema does not say what it writes. The values of one rank may stay: all must know.
+            written = (args[:1], None) if is_collective else (args, kwargs)
+            changed = [each.real(use) for each in pytree.tree_leaves(written) if type(each) is cls]
+            torch.autograd.graph.increment_version(changed if "send" not in use else [])
         args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, _real((args, kwargs or {}), use))
         return function(*args, **kwargs)
 

@@ -173,7 +173,7 @@ def _in_a_call(layer: Any, hidden: Tensor, loss: Callable[[Tensor, Any, Any], tu
 
 def _door_of(module: nn.Module) -> _Door | None:
     """That of a patched model or of its output layer. None where no logits are deferred: everything is stock then."""
-    door = None if torch.compiler.is_exporting() else module.__dict__.get(_DOOR)  # as Dynamo can trace it
+    door = None if private.exporting() else module.__dict__.get(_DOOR)  # as Dynamo can trace it
     return door if door is not None and (module.training or not door.eval_logits) else None
 
 

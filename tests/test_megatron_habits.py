@@ -168,7 +168,7 @@ CHANGES = {
         "'abs' of the output layer's result",
     ),
     "pre-hook": (lambda model: model.output_layer.register_forward_pre_hook(lambda layer, x: (2 * x[0],)), None),
-    "broadcast": (lambda model: model.output_layer.register_forward_hook(_broadcast), "'broadcast' of the output"),
+    "broadcast": (lambda model: model.output_layer.register_forward_hook(_broadcast), "broadcast"),
     "another shape": (_resize, "is a Parameter [56, 32]; use a plain one of [48, 32]"),
     "a bias": (_with_a_bias, None),
     "no sum": (lambda model: setattr(model.output_layer, "disable_grad_reduce", True), "disable_grad_reduce=False"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parallel_lce.core.private import FakeTensor, constant_in_graphs
+from parallel_lce.core.private import FakeTensor, constant_in_graphs, exporting
 
 if TYPE_CHECKING:
     from parallel_lce.backends.interface import Backend
@@ -31,9 +31,9 @@ def backend_of(matrix: Tensor, suitable: tuple[torch.dtype, ...] = _LOW_PRECISIO
     installed, else torch. float64 always runs in the torch backend. The variable is read at each call, or when the call
     is compiled. Raises ``ValueError`` for a tensor without values, under torch.export and torch.jit.trace.
     """
-    # For Dynamo every tensor is fake, and with PyTorch 2.11 every graph is exported.
+    # For Dynamo every tensor is fake.
     traced = not torch.compiler.is_dynamo_compiling() and (
-        isinstance(matrix, FakeTensor) or torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore
+        isinstance(matrix, FakeTensor) or exporting() or torch.jit.is_tracing()  # pyright: ignore
     )
     if matrix.is_meta or traced:
         where = "not on the meta device, fake, in torch.export or in torch.jit.trace"

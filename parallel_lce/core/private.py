@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +40,12 @@ def constant_in_graphs(function: F) -> F:
     """Decorates a function that torch.compile calls while it traces, and whose result it takes as a constant. 2.15."""
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
+
+
+@constant_in_graphs
+def exporting() -> bool:
+    """Whether torch.export runs. In graphs of torch 2.11 PyTorch's own function is always true."""
+    return torch.compiler.is_exporting()
 
 
 def outside_graphs(function: F, reason: str | None = None) -> F:
@@ -124,6 +130,16 @@ wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 forbid_address: Callable[[Tensor], None] = _torch._C._set_throw_on_mutable_data_ptr
 # A context in which subclasses' __torch_function__ does not run.
 DisableTorchFunctionSubclass: Any = _torch._C.DisableTorchFunctionSubclass
+
+
+@contextmanager
+def counting_versions() -> Iterator[None]:
+    """A context in which operators track views and count versions, also in inference mode and __torch_dispatch__."""
+    with (
+        torch.inference_mode(False),
+        _torch._C._SetExcludeDispatchKeyGuard(_torch._C.DispatchKey.ADInplaceOrView, False),
+    ):
+        yield
 
 
 def changes_arguments(operator: Any) -> bool:

@@ -190,7 +190,10 @@ class _State:
             return self.changed
         if version(real) != self.version:
             return True
-        return self.copy is not None and not torch.allclose(real, self.copy, 0, 0, equal_nan=True)
+        if self.copy is None:
+            return False
+        freed = not real.untyped_storage().size()
+        return freed or not torch.allclose(real, self.copy, 0, 0, equal_nan=True)
 
     def share(self) -> None:
         """Keep a copy of these logits, and of those that they may be a view of."""

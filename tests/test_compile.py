@@ -114,9 +114,10 @@ def test_losses_over_ranks_are_those_of_eager_mode(member, sequence_parallel):
     torch._dynamo.reset()
     t = part(make(24, 2 * 30, D, "bf16", member.device, ignored=True), member, sequence_parallel)
     where = dict(process_group=member.group, sequence_parallel=sequence_parallel, reduce_dtype=torch.float32)
-    loss = loss_of("some saved", **where)
-    with shrunk(1000, (8, 16)):
-        assert_as_eager(compiled(loss)[0], loss, t, member.device.type)
+    for counted in None, int((t.target != -100).sum()):
+        loss = loss_of("some saved", counted_tokens=counted, **where)
+        with shrunk(1000, (8, 16)):
+            assert_as_eager(compiled(loss)[0], loss, t, member.device.type)
 
 
 @on_ranks(2)

@@ -56,8 +56,6 @@ def loss_of(logits, target=TARGET):
 
 
 class Tripled(torch.autograd.Function):
-    """Changes the gradient alone."""
-
     @staticmethod
     def forward(ctx, x):
         return x * 1
@@ -281,6 +279,8 @@ def test_too_late_is_said(event):
             use(z)
     assert torch.equal(made.sum(), expected)  # made before
     assert torch.equal(made[:, 1:].argmax(-1), made.real("a test")[:, 1:].argmax(-1))
+    made.untyped_storage().resize_(0)  # its memory is not read again
+    assert made.state.is_touched()
 
 
 def test_a_hook_after_the_loss_is_refused_but_for_fsdps():

@@ -108,6 +108,11 @@ def _double_weight(model) -> None:
     torch.nn.utils.parametrize.register_parametrization(model.output_layer, "weight", doubled)
 
 
+def _compute_weight(model) -> None:
+    doubled = property(lambda layer: 2 * layer._parameters["weight"])
+    model.output_layer.__class__ = type("Doubled", (type(model.output_layer),), {"weight": doubled})
+
+
 def _replace_forward(model) -> None:
     model.output_layer.forward = _twice(functools.partial(ColumnParallelLinear.forward, model.output_layer))
 
@@ -156,17 +161,16 @@ def _shard_once_more(model) -> None:
 
 # What is done to a model, and what is said of it if that makes real logits in training.
 CHANGES = {
-    "adapter": (
-        lambda model: setattr(model, "output_layer", _Adapter(model.output_layer)),
-        "'mul' of the output layer's result",
-    ),
+    "adapter": (lambda model: setattr(model, "output_layer", _Adapter(model.output_layer)), "'mul' of the output"),
     "parametrization": (_double_weight, "no parameter named weight"),
+    "computed weight": (_compute_weight, "weight is computed from its parameter"),
+    "compiled": (
+        lambda model: setattr(model, "output_layer", torch.compile(model.output_layer, backend="eager")),
+        None,
+    ),
     "forward": (_replace_forward, "the loss gets real logits: leave the output layer's forward in place"),
     "_forward_impl": (_double_projection, "_forward_impl is not Megatron's own"),
-    "hook of rank 0": (
-        lambda model: model.output_layer.register_forward_hook(_looks_on_rank_0),
-        "'abs' of the output layer's result",
-    ),
+    "hook of rank 0": (lambda model: model.output_layer.register_forward_hook(_looks_on_rank_0), "'abs' of the output"),
     "pre-hook": (lambda model: model.output_layer.register_forward_pre_hook(lambda layer, x: (2 * x[0],)), None),
     "broadcast": (lambda model: model.output_layer.register_forward_hook(_broadcast), "broadcast"),
     "another shape": (_resize, "is a Parameter [56, 32]; use a plain one of [48, 32]"),

@@ -47,10 +47,6 @@ def policy_loss(statistics, old, advantage):
     return -gain - 0.1 * statistics.entropy, {"ratio": ratio, "clipped": (ratio - 1).abs() > 0.2}
 
 
-def _half(model):
-    return in_ddp(model.config, Float16Module(model.config, model))
-
-
 def _compiled(model):
     """Only what is around the layers, which have nothing to do with the loss."""
     model.decoder.forward = torch.compiler.disable(model.decoder.forward)
@@ -63,7 +59,7 @@ WRAPPED = {
     "tied": (None, dict(tied=True, mtp=1, sequence_parallel=True)),
     "mamba": (None, dict(family="mamba", sequence_parallel=True)),
     "context": (None, dict(context=2, mtp=1)),
-    "half": (_half, dict(dtype=torch.bfloat16)),
+    "half": (lambda model: in_ddp(model.config, Float16Module(model.config, model)), dict(dtype=torch.bfloat16)),
     "compiled": (_compiled, dict(ranks=1)),
 }
 

@@ -103,8 +103,7 @@ def test_a_setting_that_the_loss_cannot_keep_is_refused_by_its_name(member):
     model(*given)  # as RL calls a model whose MTP heads have losses, from 0.19 on
     with torch.no_grad():  # evaluation has no z-loss
         model.eval().compute_language_model_loss(data.labels, torch.zeros(16, 2, 96, device=member.device))
-    with pytest.raises(RuntimeError, match="this one is not: the model was called without labels"):
-        model.train().forward(*given, labels=data.labels)
+    model.train().forward(*given, labels=data.labels)  # fused, though the last call had no labels
 
 
 @pytest.mark.parametrize("scored", [False, True])

@@ -41,7 +41,10 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
         wants_loss = fusion.wants_loss and fusion.settings.cross_entropy == "output_layer"
         if not (wants_loss or fusion.scoring):
             return real(input_)
-        if (reason := _why_real(self, own, used)) is not None:
+        reason = _why_real(self, own, used)
+        if reason is None and weight is None and self.weight is not own:
+            reason = "the output layer's weight is computed from its parameter; pass it to the layer, or fold it in"
+        if reason is not None:
             fusion.say(self.training, reason)
             return real(input_)
 

@@ -17,15 +17,14 @@ from parallel_lce.core.plan import default_budget, lean_budget
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.deferred import THE_LOSS, DeferredLogits
 from parallel_lce.megatron.main_grad import main_grad_of
-from parallel_lce.megatron.settings import IMPLEMENTATION, MARK, Fusion, counted
+from parallel_lce.megatron.settings import MARK, Fusion, asks, counted
 from parallel_lce.neighbours import is_global_group
 from parallel_lce.run.entry import fused_loss, fused_statistics
 from parallel_lce.run.results import TokenStatistics
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 _METRICS = "_parallel_lce_metrics"
-_REAL = "the loss gets real logits: leave the output layer's forward in place, fuse(model) if it is new"
-_UNLABELLED = "the model was called without labels, so its output layer made logits"
+_REAL = "the loss gets real logits: leave the output layer's forward in place, give the model labels, or fuse(model)"
 
 
 class TokenMetrics(NamedTuple):
@@ -65,8 +64,8 @@ def with_fused_loss(own: Any) -> Any:
     @functools.wraps(own)
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Any, *others: Any, **named: Any) -> Any:
         fusion: Fusion | None = vars(self).get(MARK)
-        if fusion is None and self.config.cross_entropy_fusion_impl == IMPLEMENTATION:
-            raise RuntimeError("parallel_lce: the model was built before patch(): call fuse(model)")
+        if fusion is None and asks(self.config):
+            raise RuntimeError("parallel_lce: the model was not fused when it was built: call fuse(model)")
         if fusion is None or fusion.reason is not None:
             if fusion is not None and fusion.asked:
                 fusion.refuse_changes(fusion.reason, self.training)
@@ -82,9 +81,8 @@ def with_fused_loss(own: Any) -> Any:
             raise RuntimeError(f"{scores.function}: the loss of the labels is {made_again}")
         by_choice = chosen.cross_entropy == "logits" and not scores
         if not by_choice:
-            why_real = _REAL if fusion.wants_loss else _UNLABELLED
             of_own_head = deferred and vars(logits.source.layer).get(MARK) is fusion
-            reason = logits.why_not_fused() if of_own_head else why_real
+            reason = logits.why_not_fused() if of_own_head else _REAL
             if reason is None:
                 found = scores.of(logits, labels) if scores else (_fused(self, fusion, logits, labels),)
                 logits.source.close_after(*found)

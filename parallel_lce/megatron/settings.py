@@ -17,6 +17,11 @@ MARK = "_parallel_lce"
 """The attribute of a fused model and of its output layer that holds their :class:`Fusion`."""
 
 IMPLEMENTATION = "parallel_lce"
+CHOSEN = str(b"native", "ascii")
+""" "native", in the configuration of a model that chose this package, known by its identity: Megatron's own code knows
+the name, 0.20 raises for others, and programs write configurations to files, which a subclass of str would hinder.
+There ``cross_entropy_loss_fusion`` becomes 0, since Megatron's own loss of real logits is its unfused one. A program
+that wants an unfused model sets False in a copy."""
 
 running: ContextVar[Any] = ContextVar("running", default=None)
 """The :class:`parallel_lce.megatron.log_probs.Scoring` of the running call of a model, for its head and its loss."""
@@ -32,6 +37,12 @@ class LogitsWarning(RuntimeWarning):
 _OF_TRAINING = "z_loss", "label_smoothing"
 _OF_LOSS = *_OF_TRAINING, "vocab_size", "token_metrics"
 """Settings by which the loss is another one than Megatron's, or says more; the first ones only in training."""
+
+
+def asks(config: Any) -> bool:
+    """Whether a configuration asks for this package's loss."""
+    name = config.cross_entropy_fusion_impl
+    return (name is CHOSEN or name == IMPLEMENTATION) and config.cross_entropy_loss_fusion is not False
 
 
 class Settings(NamedTuple):

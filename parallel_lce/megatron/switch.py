@@ -13,7 +13,7 @@ from parallel_lce.core.options import NO_LABEL, as_int64
 from parallel_lce.core.private import hooks
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.loss import with_fused_loss
-from parallel_lce.megatron.settings import IMPLEMENTATION, MARK, Fusion, counted
+from parallel_lce.megatron.settings import CHOSEN, IMPLEMENTATION, MARK, Fusion, asks, counted
 from parallel_lce.patching import Replacements, fused_class
 from parallel_lce.run.token_count import LabelCount
 
@@ -93,8 +93,8 @@ def why_not_fused(model: Any) -> str | None:
     if head is None:
         return "this pipeline stage has no output layer"
     if fusion is None:
-        return "it was built before patch(), and not given to fuse(); call fuse(model)"
-    if fusion.reason is None and vars(head).get(MARK) is not fusion:
+        return "it was not fused when it was built; call fuse(model)"
+    if fusion.reason is None and all(vars(each).get(MARK) is not fusion for each in head.modules()):
         return "its output layer was replaced since; call fuse(model)"
     if fusion.reason is None and (_language_module(), _LOSS) not in _replacements:
         return "unpatch() was called; call fuse(model)"
@@ -108,6 +108,7 @@ def _fuse_one(model: Any, own: settings.Settings | None) -> str | None:
     own = own or getattr(vars(model).get(MARK), "own", None)
     fusion, (_, before) = Fusion(model, own), _replacements[_language_module(), _LOSS]
     layer: Any = getattr(model, "output_layer", None)
+    layer = getattr(layer, "_orig_mod", layer)  # of torch.compile
     _consume(model.config)
     if not is_megatrons(before):
         fusion.reason = f"LanguageModule.{_LOSS} was replaced before patch(); call patch() first"
@@ -125,6 +126,7 @@ def _fuse_one(model: Any, own: settings.Settings | None) -> str | None:
         vars(layer)[MARK] = fusion
     if _begin_call not in hooks(model, "forward_pre"):
         model.register_forward_pre_hook(_begin_call, with_kwargs=True)
+        model.register_forward_hook(_end_call, always_call=True)
     vars(model)[MARK] = fusion
     return why_not_fused(model)
 
@@ -155,13 +157,6 @@ def _language_module() -> Any:
     return LanguageModule
 
 
-_CHOSEN = str(b"native", "ascii")
-""" "native", in the configuration of a model that chose this package, known by its identity: Megatron's own code knows
-the name, 0.20 raises for others, and programs write configurations to files, which a subclass of str would hinder.
-There ``cross_entropy_loss_fusion`` becomes 0, since Megatron's own loss of real logits is its unfused one. A program
-that wants an unfused model sets False in a copy."""
-
-
 def _consuming(own: Callable) -> Callable:
     @functools.wraps(own)
     def __init__(self: Any, *given: Any, **named: Any) -> None:
@@ -175,17 +170,17 @@ def _consume(config: Any) -> None:
     name = getattr(config, "cross_entropy_fusion_impl", None)
     chosen = name == IMPLEMENTATION or (fuses_native and name == "native")
     if chosen and config.cross_entropy_loss_fusion:
-        config.cross_entropy_fusion_impl, config.cross_entropy_loss_fusion = _CHOSEN, 0
+        config.cross_entropy_fusion_impl, config.cross_entropy_loss_fusion = CHOSEN, 0
 
 
 def _fusing(own: Callable) -> Callable:
     @functools.wraps(own)
     def setup_embeddings_and_output_layer(self: Any) -> None:
         own(self)
-        name, fusion = self.config.cross_entropy_fusion_impl, self.config.cross_entropy_loss_fusion
-        if name is _CHOSEN and fusion is not False:
+        if asks(self.config):
             reason = _fuse_one(self, None)
         else:
+            name, fusion = self.config.cross_entropy_fusion_impl, self.config.cross_entropy_loss_fusion
             found = f"cross_entropy_loss_fusion={fusion}, cross_entropy_fusion_impl={name!r}"
             reason = f"its configuration has {found}, not True and 'parallel_lce'"
             vars(self)[MARK] = Fusion(self, None, reason)
@@ -213,3 +208,8 @@ def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple,
     counted.set(LabelCount(labels))
     names = fusion.positional[: len(given)]
     return (*[arguments.pop(name) for name in names], *given[len(names) :]), arguments
+
+
+def _end_call(model: Any, given: tuple, output: Any) -> None:
+    """After a fused model's forward. Whoever then calls its parts, or its forward, shows no labels: losses are ours."""
+    vars(model)[MARK].wants_loss = True

@@ -21,7 +21,7 @@ from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import HostNumber, in_memory
 from parallel_lce.core.options import INTEGERS, NO_LABEL, Options, Tensors, as_int64, check_option, is_count, shortened
 from parallel_lce.core.plan import Block
-from parallel_lce.core.private import transforming, version
+from parallel_lce.core.private import all_gather_tensor, transforming, version
 
 
 class TokenCount:
@@ -208,7 +208,11 @@ def compacted(
         check_target(options, as_int64(tensors.target), vocab_size, counts)
     compaction = Compaction(counts, count)
     hidden = in_memory(tensors.input)
-    if layout.sequence_parallel:
+    if layout.sequence_parallel and torch.compiler.is_compiling():
+        # Graphs of torch 2.11 cannot break here. The gradient is that of this rank's part, as of the Function.
+        gathered, rows = all_gather_tensor(hidden.detach().contiguous(), 0, layout.group), hidden.shape[0]
+        hidden = gathered.slice_scatter(hidden, 0, rows * layout.rank, rows * (layout.rank + 1))
+    elif layout.sequence_parallel:
         hidden = _AllTokens.apply(hidden, layout)
     per_token = {
         name: compaction.of(value, dims=1 if name == "selected" else 0)

@@ -407,6 +407,7 @@ class DeferredLogits(Tensor):
     # --- uses ---
 
     @classmethod
+    @outside_graphs
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, _name(function)
         first: Any = args[0] if args else None
@@ -465,7 +466,6 @@ class DeferredLogits(Tensor):
         state.hooked = True
         return result
 
-    @outside_graphs
     def _recorded(self, function: Callable, name: str, arguments: tuple, options: dict) -> DeferredLogits | None:
         """The result of a step; None for another use."""
         state, source = self.state, self.source

@@ -42,10 +42,9 @@ def constant_in_graphs(function: F) -> F:
     return function
 
 
-@constant_in_graphs
 def exporting() -> bool:
     """Whether torch.export runs. In graphs of torch 2.11 PyTorch's own function is always true."""
-    return torch.compiler.is_exporting()
+    return torch.compiler._is_exporting_flag  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def outside_graphs(function: F, reason: str | None = None) -> F:
@@ -59,7 +58,8 @@ def outside_graphs(function: F, reason: str | None = None) -> F:
         if "torch._dynamo" not in sys.modules:  # then torch.compile runs nowhere
             return function(*given, **named)
         if not disabled:
-            disabled.append(torch.compiler.disable(function, reason=reason))
+            made = torch.compiler.disable(function, reason=reason)  # or Dynamo of 2.11 warns of the append
+            disabled.append(made)
         return disabled[0](*given, **named)
 
     call._torchdynamo_disable = True  # pyright: ignore[reportAttributeAccessIssue]

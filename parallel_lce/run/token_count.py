@@ -7,7 +7,7 @@ debug mode, and else makes the result NaN.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -210,7 +210,8 @@ def compacted(
     hidden = in_memory(tensors.input)
     if layout.sequence_parallel and torch.compiler.is_compiling():
         # Graphs of torch 2.11 cannot break here. The gradient is that of this rank's part, as of the Function.
-        gathered, rows = all_gather_tensor(hidden.detach().contiguous(), 0, layout.group), hidden.shape[0]
+        rows, group = hidden.shape[0], cast(dist.ProcessGroup, layout.group)
+        gathered = all_gather_tensor(hidden.detach().contiguous(), 0, group)
         hidden = gathered.slice_scatter(hidden, 0, rows * layout.rank, rows * (layout.rank + 1))
     elif layout.sequence_parallel:
         hidden = _AllTokens.apply(hidden, layout)

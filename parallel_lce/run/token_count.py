@@ -16,11 +16,10 @@ from torch import Tensor
 from parallel_lce.call import debug
 from parallel_lce.call.checks import check_kind, check_target
 from parallel_lce.call.prepare import autocasted, check, checked_vocab_size, gradients_of, needs_of
-from parallel_lce.core.collectives import Layout, gather_hidden
+from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import HostNumber, in_memory
 from parallel_lce.core.options import INTEGERS, NO_LABEL, Options, Tensors, as_int64, check_option, is_count, shortened
-from parallel_lce.core.plan import Block
 from parallel_lce.core.private import all_gather_tensor, transforming, version
 
 
@@ -146,23 +145,6 @@ def _check_count(count: int, total: Tensor, wrong: Tensor) -> None:
         raise ValueError(f"counted_tokens is {count}, and {int(total)} tokens count")
 
 
-class _AllTokens(torch.autograd.Function):
-    """All ranks' hidden states ``[S, ..., D]``. Their gradient must be the same on every rank. Forward: one all-gather
-    of N/P * D elements per rank. Backward: this rank's part, and no collective."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, layout: Layout) -> Tensor:
-        ctx.layout, ctx.rows = layout, len(hidden)
-        flat = hidden.reshape(len(hidden), hidden[:1].numel())
-        gathered = gather_hidden(flat, Block(0, len(flat), 0), layout).wait()
-        return gathered.view(len(hidden) * layout.ranks, *hidden.shape[1:])
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        # A copy: a leaf's gradient that is a view would keep the gradient of all tokens.
-        return upstream.narrow(0, ctx.rows * ctx.layout.rank, ctx.rows).clone(), None
-
-
 def compacted(
     options: Options,
     tensors: Tensors,
@@ -208,13 +190,11 @@ def compacted(
         check_target(options, as_int64(tensors.target), vocab_size, counts)
     compaction = Compaction(counts, count)
     hidden = in_memory(tensors.input)
-    if layout.sequence_parallel and torch.compiler.is_compiling():
-        # Graphs of torch 2.11 cannot break here. The gradient is that of this rank's part, as of the Function.
+    if layout.sequence_parallel:  # no Function, since graphs of torch 2.11 cannot break here
         rows, group = hidden.shape[0], cast(dist.ProcessGroup, layout.group)
         gathered = all_gather_tensor(hidden.detach().contiguous(), 0, group)
+        # dX is the same on every rank, and only this rank's part is that of its hidden states.
         hidden = gathered.slice_scatter(hidden, 0, rows * layout.rank, rows * (layout.rank + 1))
-    elif layout.sequence_parallel:
-        hidden = _AllTokens.apply(hidden, layout)
     per_token = {
         name: compaction.of(value, dims=1 if name == "selected" else 0)
         for name, value in tensors.named().items()

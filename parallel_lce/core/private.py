@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor  # 2.15
 from torch.autograd import forward_ad
-from torch.distributed import distributed_c10d
-from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor  # 2.15
+from torch.distributed import _functional_collectives, distributed_c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor  # 2.15
 from torch.nn.modules import module as _modules
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils import _pytree as pytree
@@ -26,7 +26,7 @@ from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-__all__ = ["AsyncCollectiveTensor", "DeviceContext", "FakeTensor", "all_gather_tensor", "function_modes", "pytree"]
+__all__ = ["AsyncCollectiveTensor", "DeviceContext", "FakeTensor", "function_modes", "pytree"]
 
 F = TypeVar("F", bound=Callable)
 # As Any, since type checkers do not know their private names.
@@ -177,6 +177,10 @@ def version(tensor: Tensor) -> int:
 # --- torch.distributed ---
 
 
+# gathered(tensor, 0, group): all ranks' rows, also in a graph. torch 2.13 renamed it.
+gathered: Callable[..., Tensor] = (
+    getattr(_functional_collectives, "all_gather_single", None) or _functional_collectives.all_gather_tensor
+)
 # 2.15. The type of the name differs between releases.
 group_of_name: Callable[[Any], dist.ProcessGroup] = _distributed._resolve_process_group
 

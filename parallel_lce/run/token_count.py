@@ -7,7 +7,7 @@ debug mode, and else makes the result NaN.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import HostNumber, in_memory
 from parallel_lce.core.options import INTEGERS, NO_LABEL, Options, Tensors, as_int64, check_option, is_count, shortened
-from parallel_lce.core.private import all_gather_tensor, transforming, version
+from parallel_lce.core.private import gathered, transforming, version
 
 
 class TokenCount:
@@ -191,10 +191,9 @@ def compacted(
     compaction = Compaction(counts, count)
     hidden = in_memory(tensors.input)
     if layout.sequence_parallel:  # no Function, since graphs of torch 2.11 cannot break here
-        rows, group = hidden.shape[0], cast(dist.ProcessGroup, layout.group)
-        gathered = all_gather_tensor(hidden.detach().contiguous(), 0, group)
+        rows, whole = hidden.shape[0], gathered(hidden.detach().contiguous(), 0, layout.group)
         # dX is the same on every rank, and only this rank's part is that of its hidden states.
-        hidden = gathered.slice_scatter(hidden, 0, rows * layout.rank, rows * (layout.rank + 1))
+        hidden = whole.slice_scatter(hidden, 0, rows * layout.rank, rows * (layout.rank + 1))
     per_token = {
         name: compaction.of(value, dims=1 if name == "selected" else 0)
         for name, value in tensors.named().items()

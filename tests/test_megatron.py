@@ -229,7 +229,7 @@ OPTION = "--cross-entropy-fusion-impl"
 SCRIPT = """
 import argparse, beside, sys
 from megatron.core.models.gpt.gpt_model import GPTModel
-def typed(x: int): assert vars(sys.modules["__mp_main__"]) is globals()
+def typed(x: int): assert vars(sys.modules["__mp_main__"]) is globals() and __file__[0] == "/"
 print(hasattr(GPTModel.compute_language_model_loss, "__wrapped__") and typed.__annotations__ == {"x": int})
 typed(parser := argparse.ArgumentParser())
 parser.add_argument("--cross-entropy-fusion-impl", default="native", choices=["native", "te"])
@@ -250,10 +250,10 @@ def _start(arguments: list[str]) -> None:
 def test_an_unedited_script(tmp_path):
     """It reads "native", and its models are fused, since its arguments chose this package."""
     (tmp_path / "beside.py").touch()  # imported as scripts import what lies beside them
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    options = ["--parallel-lce-logits-budget", "7", str(script), OPTION, "parallel_lce"]
-    seen = [str(script), OPTION, "native"]
+    script = os.path.relpath(tmp_path / "train.py")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    options = ["--parallel-lce-logits-budget", "7", script, OPTION, "parallel_lce"]
+    seen = [script, OPTION, "native"]
     assert launched(1, _start, options).splitlines()[-5:] == ["True", "native", str(seen), "7", "True"]
 
 

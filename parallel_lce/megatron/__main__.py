@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
     script = Path(sys.argv[0])
     # As `python SCRIPT`: what the script pickles, and processes that it spawns, look for this module.
     module = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
-    module.__file__ = str(script)
+    module.__file__ = str(script.absolute())
     exec(compile(script.read_bytes(), script, "exec", dont_inherit=True), vars(module))
 
 

@@ -39,13 +39,14 @@ class TokenMetrics(NamedTuple):
     """bool: whether the label has the largest logit, over the whole vocabulary."""
 
 
-def token_metrics(model: nn.Module) -> TokenMetrics:
-    """The metrics of the tokens of the last loss of ``model``, a Megatron model in any wrappers, under
+def token_metrics(model: nn.Module | list[nn.Module]) -> TokenMetrics:
+    """The metrics of the tokens of the last loss of ``model``, a Megatron model in any wrappers or its chunks, under
     ``patch(token_metrics=True)``; of its main head. Call it after the model's forward, on the last pipeline stage.
     Collectives: none. Raises ``ValueError`` if no such loss has run."""
-    for module in model.modules():
-        if _METRICS in vars(module):
-            return vars(module)[_METRICS]
+    for chunk in model if isinstance(model, (list, tuple)) else [model]:
+        for module in chunk.modules():
+            if _METRICS in vars(module):
+                return vars(module)[_METRICS]
     raise ValueError("model has no token metrics: call patch(token_metrics=True), then the model with labels")
 
 

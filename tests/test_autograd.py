@@ -21,10 +21,6 @@ def assert_equal(found, expected, name: object = "") -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), name
 
 
-def _keep_all(context, operation, *arguments, **options) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE
-
-
 @pytest.mark.parametrize("name", [*REDUCED, "statistics", "selected", "divergence"])
 @pytest.mark.thinned
 def test_selective_checkpoints_compute_twice_and_no_more(name, backend, device):
@@ -51,7 +47,7 @@ def test_selective_checkpoints_compute_twice_and_no_more(name, backend, device):
         want = torch.autograd.grad(value, (t.x, t.weight))
         in_backward = len(blocks) - once
         assert once > 1 or name != "accumulate", "several blocks accumulate"
-        contexts = functools.partial(create_selective_checkpoint_contexts, _keep_all)
+        contexts = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
         checkpoint(block, t.x, t.weight, use_reentrant=False, context_fn=contexts).backward()
     # The plain call, the checkpoint's forward and its recomputation. The backward of divergences projects again.
     assert len(blocks) == 3 * once + 2 * in_backward and (in_backward > 0) == (name == "divergence")

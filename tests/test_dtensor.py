@@ -312,17 +312,13 @@ def _fsdp1(model, mesh):
     return FullyShardedDataParallel(model, use_orig_params=True, **where)
 
 
-def _resharded(model, mesh):
-    return fully_shard(model, mesh=mesh, reshard_after_forward=True)
-
-
 # What makes one, and what is said of a loss outside of its forward. The root module of FSDP2 keeps its parameters whole
 # from forward to backward.
 WRAPPERS = {
     "DDP": (lambda model, mesh: DistributedDataParallel(model, process_group=mesh.get_group()), None),
     "FSDP1": (_fsdp1, "FSDP1 has flattened"),
     "FSDP2": (lambda model, mesh: fully_shard(model, mesh=mesh), None),
-    "FSDP2, resharded": (_resharded, r"call that module's unshard\(\)"),
+    "FSDP2, resharded": (lambda model, mesh: fully_shard(model, mesh=mesh, reshard_after_forward=True), r"unshard\(\)"),
 }
 
 

@@ -159,8 +159,13 @@ def keep_with(tensor: Tensor, value: object) -> None:
     vars(tensor.untyped_storage())[_KEPT] = value
 
 
+def kept_with(tensor: Tensor) -> Any:
+    """The value that is kept with ``tensor``. None if there is none, as for a copy."""
+    return vars(tensor.untyped_storage()).get(_KEPT)
+
+
 def take_from(tensor: Tensor) -> Any:
-    """The value that is kept with ``tensor``, and is not from now on. None if there is none, as for a copy."""
+    """The value that is kept with ``tensor``, and is not from now on."""
     return vars(tensor.untyped_storage()).pop(_KEPT, None)
 
 

@@ -14,13 +14,14 @@ from parallel_lce.call import debug
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64
 from parallel_lce.core.plan import default_budget, lean_budget
-from parallel_lce.core.private import outside_graphs
+from parallel_lce.core.private import kept_with, outside_graphs
 from parallel_lce.deferred import THE_LOSS, DeferredLogits
 from parallel_lce.megatron.main_grad import main_grad_of
-from parallel_lce.megatron.settings import MARK, Fusion, asks, counted
+from parallel_lce.megatron.settings import MARK, Fusion, asks
 from parallel_lce.neighbours import is_global_group
 from parallel_lce.run.entry import fused_loss, fused_statistics
 from parallel_lce.run.results import TokenStatistics
+from parallel_lce.run.token_count import LabelCount
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 _METRICS = "_parallel_lce_metrics"
@@ -182,8 +183,8 @@ def run(
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         main_grad = main_grad_of(weight, layer.gradient_accumulation_fusion, call.shared)
         tensors = Tensors(hidden, weight, target, bias, temperature=each)
-        of_call = counted.get() if chosen.skip_masked else None
-        count = None if of_call is None else of_call.of(labels)
+        of_labels = kept_with(labels) if chosen.skip_masked and isinstance(labels, Tensor) else None
+        count = of_labels.of(labels) if isinstance(of_labels, LabelCount) else None
         arguments = Options("Megatron's output layer", **options), tensors, layer.tp_group
         return entry(*arguments, main_grad=main_grad, counted_tokens=count, **named)
 

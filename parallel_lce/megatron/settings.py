@@ -11,7 +11,6 @@ import torch
 from parallel_lce.core.options import Options, check_flag
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.patching import warn
-from parallel_lce.run.token_count import LabelCount
 
 MARK = "_parallel_lce"
 """The attribute of a fused model and of its output layer that holds their :class:`Fusion`."""
@@ -25,8 +24,6 @@ that wants an unfused model sets False in a copy."""
 
 running: ContextVar[Any] = ContextVar("running", default=None)
 """The :class:`parallel_lce.megatron.log_probs.Scoring` of the running call of a model, for its head and its loss."""
-counted: ContextVar[LabelCount | None] = ContextVar("counted", default=None)
-"""The count of the labels of the running call of a model that skips masked tokens."""
 
 
 class LogitsWarning(RuntimeWarning):

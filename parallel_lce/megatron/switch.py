@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from parallel_lce.core.options import NO_LABEL, as_int64
-from parallel_lce.core.private import hooks
+from parallel_lce.core.private import hooks, keep_with
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.loss import with_fused_loss
-from parallel_lce.megatron.settings import CHOSEN, IMPLEMENTATION, MARK, Fusion, asks, counted
+from parallel_lce.megatron.settings import CHOSEN, IMPLEMENTATION, MARK, Fusion, asks
 from parallel_lce.patching import Replacements, fused_class
 from parallel_lce.run.token_count import LabelCount
 
@@ -198,14 +198,14 @@ def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple,
     labels, mask = arguments.get(fusion.labels), arguments.get("loss_mask")
     patched = any(name == _LOSS for _, name in _replacements)
     fusion.wants_loss = patched and (isinstance(labels, Tensor) or fusion.labels not in fusion.parameters)
-    counted.set(None)
     if not patched or fusion.reason is not None or not fusion.settings.skip_masked or not isinstance(labels, Tensor):
         return None
     if isinstance(mask, Tensor) and fusion.scoring is None:
         if mask.numel() != labels.numel():
             raise ValueError(f"loss_mask must have the labels' shape {[*labels.shape]}, got {[*mask.shape]}")
         arguments[fusion.labels] = labels = as_int64(labels).masked_fill(mask.reshape(labels.shape) == 0, NO_LABEL)
-    counted.set(LabelCount(labels))
+    if not torch.compiler.is_compiling():
+        keep_with(labels, LabelCount(labels))  # also for a checkpoint, which computes their loss again
     names = fusion.positional[: len(given)]
     return (*[arguments.pop(name) for name in names], *given[len(names) :]), arguments
 

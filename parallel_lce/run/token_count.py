@@ -7,6 +7,7 @@ debug mode, and else makes the result NaN.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -73,14 +74,15 @@ class LabelCount:
     of each row. ``labels``: anything; nothing but a tensor is counted."""
 
     def __init__(self, labels: Any, shifted: bool = False) -> None:
-        self._labels, self._shifted, self.count = labels, shifted, None
+        self._labels, self._shifted, self.count = None, shifted, None
         if _can_be_read(labels):
+            self._labels = weakref.ref(labels)  # they may keep this
             self.count = TokenCount(as_int64(labels[..., 1:] if shifted else labels) != NO_LABEL)
             self._version = version(labels)
 
     def of(self, labels: Any, shifted: bool = False) -> TokenCount | None:
         """The count, if it is that of these very labels and nobody has changed them since."""
-        if self.count is None or labels is not self._labels or shifted != self._shifted:
+        if self._labels is None or labels is not self._labels() or shifted != self._shifted:
             return None
         return self.count if version(labels) == self._version else None
 

@@ -441,12 +441,13 @@ class DeferredLogits(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A use that is no torch function: autograd's Functions save and alias tensors, and C++ calls operators."""
-        use, is_collective = str(function), getattr(function, "namespace", None) == "c10d"
+        use = str(function)
+        is_collective = use.startswith("c10d.") and "send" not in use
         if is_collective or changes_arguments(function):
             # A collective's schema does not say what it writes. The values of one rank may stay: all must know.
             written = (args[:1], None) if is_collective else (args, kwargs)
             changed = [each.real(use) for each in pytree.tree_leaves(written) if type(each) is cls]
-            torch.autograd.graph.increment_version(changed if "send" not in use else [])
+            torch.autograd.graph.increment_version(changed)
         args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, _real((args, kwargs or {}), use))
         return function(*args, **kwargs)
 

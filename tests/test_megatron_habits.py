@@ -159,15 +159,13 @@ def _shard_once_more(model) -> None:
     model.output_layer.gtp_remat_size, model.output_layer.weight.is_gtp_weight_remat = 2, True
 
 
+_compiled = functools.partial(torch.compile, backend="eager")
 # What is done to a model, and what is said of it if that makes real logits in training.
 CHANGES = {
     "adapter": (lambda model: setattr(model, "output_layer", _Adapter(model.output_layer)), "'mul' of the output"),
     "parametrization": (_double_weight, "no parameter named weight"),
     "computed weight": (_compute_weight, "weight is computed from its parameter"),
-    "compiled": (
-        lambda model: setattr(model, "output_layer", torch.compile(model.output_layer, backend="eager")),
-        None,
-    ),
+    "compiled": (lambda model: setattr(model, "output_layer", _compiled(model.output_layer)), None),
     "forward": (_replace_forward, "the loss gets real logits: leave the output layer's forward in place"),
     "_forward_impl": (_double_projection, "_forward_impl is not Megatron's own"),
     "hook of rank 0": (lambda model: model.output_layer.register_forward_hook(_looks_on_rank_0), "'abs' of the output"),

@@ -106,6 +106,7 @@ def test_a_mask_alone_gives_what_it_gives_with_the_number(member, of, sequence_p
                 torch.set_default_dtype(torch.float32)
         assert sum(rows) == (N if count is None else counts.sum())
         found.append([value, *torch.autograd.grad(value.sum(), [x, t.weight])])
+        assert found[-1][1].untyped_storage().nbytes() == x.nbytes  # without the other ranks' parts
     if of != "statistics":
         found.append([parallel_lce.linear_cross_entropy(t.x, t.weight, labels, reduction=of, **options)])
     for others in found[1:]:

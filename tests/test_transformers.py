@@ -152,6 +152,7 @@ UNITS = {  # the kind of the model, and what is around it or its output layer
     "DDP": ("capped", functools.partial(DistributedDataParallel, find_unused_parameters=True)),
     "FSDP1, the model": ("tied, biased", _fsdp1),
     "FSDP2, the model": ("tied, biased", _fsdp2),
+    "FSDP1, compiled": ("capped", lambda model: (outer := _fsdp1(model)).compile(backend="eager") or outer),
     "FSDP1, and more": ("plain", _of_fsdp1),
     "FSDP2, with more": ("plain", functools.partial(_of_fsdp2, wrap=_Around)),
     "FSDP2": ("plain", _of_fsdp2),

@@ -182,8 +182,8 @@ def version(tensor: Tensor) -> int:
 # --- torch.distributed ---
 
 
-# gathered(tensor, 0, group): all ranks' rows, also in a graph. torch 2.13 renamed it.
-gathered: Callable[..., Tensor] = (
+# gather_rows(tensor, 0, group): those of all ranks, also in a graph. torch 2.13 renamed it.
+gather_rows: Callable[..., Tensor] = (
     getattr(_functional_collectives, "all_gather_single", None) or _functional_collectives.all_gather_tensor
 )
 # 2.15. The type of the name differs between releases.

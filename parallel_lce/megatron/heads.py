@@ -41,10 +41,7 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
         wants_loss = fusion.wants_loss and fusion.settings.cross_entropy == "output_layer"
         if not (wants_loss or fusion.scoring):
             return real(input_)
-        reason = _why_real(self, own, used)
-        if reason is None and weight is None and self.weight is not own:
-            reason = "the output layer's weight is computed from its parameter; pass it to the layer, or fold it in"
-        if reason is not None:
+        if (reason := _why_real(self, own, used)) is not None:
             fusion.say(self.training, reason)
             return real(input_)
 
@@ -79,6 +76,8 @@ def _why_real(layer: Any, own: Any, used: Any) -> str | None:
         return "_forward_impl is not Megatron's own; leave Megatron's in place"
     if used is None:
         return "the output layer has no parameter named weight, and none is passed to it; fold parametrizations into it"
+    if used is own and layer.weight is not own:
+        return "the output layer's weight is computed from its parameter; pass it to the layer, or fold it in"
     sharded = hasattr(used, "__fsdp_param__") or hasattr(own, "__fsdp_param__") or is_unit(layer)
     if sharded or getattr(layer, "gtp_remat_size", 1) > 1:
         return "the output weight is fully sharded, and not whole for the loss; use the distributed optimizer"

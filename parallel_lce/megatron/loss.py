@@ -183,8 +183,8 @@ def run(
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         main_grad = main_grad_of(weight, layer.gradient_accumulation_fusion, call.shared)
         tensors = Tensors(hidden, weight, target, bias, temperature=each)
-        of_labels = kept_with(labels) if chosen.skip_masked and isinstance(labels, Tensor) else None
-        count = of_labels.of(labels) if isinstance(of_labels, LabelCount) else None
+        of_labels: LabelCount | None = kept_with(labels) if chosen.skip_masked else None
+        count = None if of_labels is None else of_labels.of(labels)
         arguments = Options("Megatron's output layer", **options), tensors, layer.tp_group
         return entry(*arguments, main_grad=main_grad, counted_tokens=count, **named)
 

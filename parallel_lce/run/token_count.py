@@ -21,7 +21,7 @@ from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import HostNumber, in_memory
 from parallel_lce.core.options import INTEGERS, NO_LABEL, Options, Tensors, as_int64, check_option, is_count, shortened
-from parallel_lce.core.private import gathered, transforming, version
+from parallel_lce.core.private import gather_rows, transforming, version
 
 
 class TokenCount:
@@ -193,9 +193,10 @@ def compacted(
     compaction = Compaction(counts, count)
     hidden = in_memory(tensors.input)
     if layout.sequence_parallel:  # no Function, since graphs of torch 2.11 cannot break here
-        rows, whole = hidden.shape[0], gathered(hidden.detach().contiguous(), 0, layout.group)
-        # dX is the same on every rank, and only this rank's part is that of its hidden states.
-        hidden = whole.slice_scatter(hidden, 0, rows * layout.rank, rows * (layout.rank + 1))
+        whole = gather_rows(hidden.detach().contiguous(), 0, layout.group)
+        own = torch.arange(hidden.shape[0], device=hidden.device) + hidden.shape[0] * layout.rank
+        # dX is the same on every rank. This takes a copy of this rank's part: a view would keep all of it.
+        hidden = whole.index_copy(0, own, hidden)
     per_token = {
         name: compaction.of(value, dims=1 if name == "selected" else 0)
         for name, value in tensors.named().items()

@@ -23,6 +23,7 @@ from parallel_lce.core.private import (
     comes_from,
     counting_versions,
     forbid_address,
+    is_sharded,
     outside_graphs,
     pytree,
     saving_without_hooks,
@@ -135,13 +136,16 @@ def _watch_optimizers() -> None:
 
 @outside_graphs
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """An optimizer's step makes it too late for logits of its weights. Fused optimizers raise no version; nor do
-    Megatron's, which hold copies of weights with a main_grad."""
+    """An optimizer's step makes it too late for logits of its weights. Fused optimizers raise no version; nor do those
+    that hold other tensors: Megatron's copies of weights with a main_grad, FSDP's parts of weights."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    any_weight = any(map(is_sharded, parameters))
     for reference in [*_alive]:  # a list at once: other threads may add to it
         source = reference()
         weight = source and source.parameter
-        if source and weight is not None and (hasattr(weight, "main_grad") or any(p is weight for p in parameters)):
+        if source is None or weight is None:
+            continue
+        if any_weight or hasattr(weight, "main_grad") or any(p is weight for p in parameters):
             source.events.append("an optimizer's step, which may have changed the output layer's weight")
 
 
@@ -209,6 +213,7 @@ class _Edge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, state: _State, *operands: Tensor) -> Any:
         ctx.state, ctx.operands = state, operands
+        ctx.register_hook = ctx.register_prehook = _refuse_hook  # the loss's gradient may not come here
         ctx.set_materialize_grads(False)
         return DeferredLogits.without_graph(state)
 
@@ -228,6 +233,10 @@ class _Edge(torch.autograd.Function):
             logits = _after(state.source.make(*leaves), state.steps)
         torch.autograd.backward(logits, gradient)
         return None, *(leaf.grad for leaf in leaves)
+
+
+def _refuse_hook(*_: Any) -> None:
+    raise RuntimeError("parallel_lce: a hook of the logits' grad_fn would not run: call logits.register_hook")
 
 
 def _node(real: Tensor) -> Any:

@@ -220,7 +220,7 @@ def _with_fields(kind: type, names: tuple[str, ...]) -> type:
     return dataclasses.make_dataclass(kind.__name__, fields, bases=(Derived, kind), namespace=made_by)
 
 
-@functools.partial(torch.compiler.disable, recursive=False, reason=_NO_ONE_GRAPH)
+@functools.partial(private.outside_graphs, reason=_NO_ONE_GRAPH, calls_too=False)
 def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, **named: Any) -> Any:
     """A patched model's forward: its labels are counted before, and its metrics put into the output after it."""
     labels, target = named.get("labels"), named.get("shift_labels")

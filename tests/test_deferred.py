@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.utils.checkpoint as checkpoints
 from torch import nn
+from torch.optim import SGD
 
 from measures import assert_close
 from parallel_lce import linear_cross_entropy, vocab_parallel_cross_entropy
@@ -254,9 +255,9 @@ def _backward(z):
 TOO_LATE = {
     "a write": (lambda layer, z: layer.weight.mul_(2), "weight changed in place"),
     "a write of the input": (lambda layer, z: z.source.hidden.mul_(2), "hidden states changed in place"),
-    "a step": (lambda layer, z: _step(layer, torch.optim.SGD), "changed in place|an optimizer's step"),
+    "a step": (lambda layer, z: _step(layer, SGD), "changed in place|an optimizer's step"),
     "a fused step": (lambda layer, z: _step(layer, lambda p, lr: torch.optim.Adam(p, lr, fused=True)), "optimizer's"),
-    "a copy": (lambda layer, z: vars(layer.weight).update(main_grad=1) or _step(Layer(), torch.optim.SGD), "step"),
+    "a copy": (lambda layer, z: vars(layer.weight).update(main_grad=1) or _step(Layer(), SGD), "step"),
     "freed memory": (lambda layer, z: layer.weight.untyped_storage().resize_(0), "has taken back the output layer's"),
     "the door's event": (lambda layer, z: _backward(z), "the backward of their loss"),
 }
@@ -270,7 +271,7 @@ def test_too_late_is_said(event):
     with torch.enable_grad():
         z = layer(torch.randn(*SHAPE, D, dtype=torch.float64))
         made = layer(z.source.hidden)
-    _step(Layer(), torch.optim.SGD)  # of another layer's weight
+    _step(Layer(), SGD)  # of another layer's weight
     expected = made.sum()
     with torch.set_grad_enabled(event == "the door's event"):
         change(layer, z)
@@ -285,6 +286,8 @@ def test_too_late_is_said(event):
 
 def test_a_hook_after_the_loss_is_refused_but_for_fsdps():
     z = Layer()(torch.randn(*SHAPE, D, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="call logits.register_hook"):
+        z.grad_fn.register_prehook(print)
     loss, _ = loss_of(z)
     gradient = functools.partial(torch.autograd.grad, loss, [z.detach(), z], allow_unused=True)
     for use in (lambda: z.register_hook(print), z.retain_grad, gradient, lambda: loss.backward(inputs=[z])):

@@ -172,12 +172,16 @@ def two_steps(member: Member, model, wrap, patched: str, use: str = "none") -> t
     if patched == "after":
         patch(inner)
     optimizer = None if isinstance(outer, ZeRO3) else torch.optim.SGD(outer.parameters(), lr=0.1)
-    found = []
+    found, before = [], None
     for step in range(2):
         given = batch(10 * step + member.rank)
         labels = given["labels"] if use != "loss outside" else given.pop("labels").clamp(min=0)
         out = outer(**given)
         was_fused = fused(out)
+        if before is not None and was_fused and use == "none":
+            with pytest.raises(RuntimeError, match="wanted after .*(changed in place|an optimizer's step|backward of)"):
+                before.sum()  # of the weight before its step
+        before = out.logits
         if use == "loss outside":
             loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         else:

@@ -47,20 +47,26 @@ def exporting() -> bool:
     return torch.compiler._is_exporting_flag  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def outside_graphs(function: F, reason: str | None = None) -> F:
-    """Decorates a function at which graphs of torch.compile break, and in which it makes none. ``reason``: what
-    torch.compile says where a graph that must be whole breaks there."""
+def outside_graphs(function: F, reason: str | None = None, calls_too: bool = True) -> F:
+    """Decorates a function at which graphs of torch.compile break, and in which it makes none; nor in what it calls, if
+    ``calls_too``. ``reason``: what torch.compile says where a graph that must be whole breaks there."""
 
-    disabled: list[Callable] = []
+    outside: list[Callable] = []
 
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:
         if "torch._dynamo" not in sys.modules:  # then torch.compile runs nowhere
             return function(*given, **named)
-        if not disabled:
-            made = torch.compiler.disable(function, reason=reason)  # or Dynamo of 2.11 warns of the append
-            disabled.append(made)
-        return disabled[0](*given, **named)
+        if not outside:
+            from torch._dynamo.eval_frame import skip_code
+
+            skip_code(call.__code__)  # of all such functions, whose graphs would count for one limit
+            if calls_too:
+                made = torch.compiler.disable(function, reason=reason)
+            else:
+                skip_code((made := function).__code__)
+            outside.append(made)  # not at once, or Dynamo of 2.11 warns of it
+        return outside[0](*given, **named)
 
     call._torchdynamo_disable = True  # pyright: ignore[reportAttributeAccessIssue]
     call._torchdynamo_disable_msg = reason  # pyright: ignore[reportAttributeAccessIssue]
@@ -212,6 +218,11 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 # Beginnings of the names of the modules whose functions are FSDP's hooks.
 FSDP_MODULES = "torch.distributed.fsdp", "torch.distributed._composable"
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether FSDP has a part of the parameter, not the tensor that is whole in a forward."""
+    return hasattr(parameter, "_local_tensor") or hasattr(parameter, "_fsdp_flattened")
 
 
 def fsdp_output_dtype(module: nn.Module) -> torch.dtype | None:

@@ -36,7 +36,7 @@ from parallel_lce.core.plan import (
     plan,
     shared_shard_rows,
 )
-from parallel_lce.core.private import in_forward_mode
+from parallel_lce.core.private import in_forward_mode, outside_selective_checkpoints
 from parallel_lce.core.selection import Selection
 
 KNOWN: dict[tuple, Call] = {}
@@ -193,6 +193,7 @@ def digest(options: Options, tensors: Tensors, shape: torch.Size) -> int:
     return digest_of(*values.items(), shape.numel(), tensors.input.shape[-1], tensors.input.dtype, *per_token)
 
 
+@outside_selective_checkpoints  # hooks of a checkpoint may change strides, and so what is copied
 def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None) -> tuple[Call, Inputs]:
     hidden, weight, target, bias, *of_tokens = tensors
     target, *of_tokens = [t if t is None else out_of_inference(t) for t in (target, *of_tokens)]

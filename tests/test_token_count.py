@@ -6,26 +6,11 @@ import torch
 import parallel_lce
 from cases import make, part
 from parallel_lce.backends import backend_of
-from parallel_lce.run.token_count import LabelCount, TokenCount
+from parallel_lce.run.token_count import LabelCount
 from tools import counted_forwards, debug_mode, on_ranks, small, unchecked
 
 N, V, D = 48, 120, 24
 ON_GPUS = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
-
-
-def test_a_number_that_cannot_be_read_runs_the_whole(backend, device):
-    """As in a trace. Statistics of tokens that do not count are 0 all the same."""
-    t = small(device, N=N, ignored=True)
-    count = TokenCount(torch.ones(N, device="meta", dtype=torch.bool))
-    assert count.read() is None
-    with counted_forwards(backend_of(t.weight)) as rows:
-        loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, counted_tokens=count)
-        found = parallel_lce.token_statistics(
-            t.x, t.weight, None, mask=t.target >= 0, counted_tokens=count, argmax=True
-        )
-    assert sum(rows) == 2 * N
-    assert torch.equal(loss, parallel_lce.linear_cross_entropy(t.x, t.weight, t.target))
-    assert found.lse.eq(0).equal(t.target < 0) and found.argmax.eq(-1).equal(t.target < 0)
 
 
 def test_a_nan_of_a_masked_token_reaches_no_gradient_in_a_graph(device):
@@ -96,9 +81,11 @@ def test_a_mask_alone_gives_what_it_gives_with_the_number(member, of, sequence_p
     for count in (parallel_lce.count_tokens(counts), None):
         with counted_forwards(backend_of(t.weight)) as rows:
             if of == "statistics":
-                given = dict(mask=mask, counted_tokens=count, entropy=True, temperature=ones, logit_scale=ones)
+                given = dict(mask=mask, counted_tokens=count, entropy=True, argmax=True)
+                given |= dict(temperature=ones, logit_scale=ones)
                 each = parallel_lce.token_statistics(x, t.weight, target, **given, **options)
                 value = torch.stack([each.lse, each.target_log_prob + each.entropy])
+                assert each.argmax.eq(-1).equal(~mask)
             else:
                 module = parallel_lce.LinearCrossEntropy(reduction=of, **options)
                 torch.set_default_dtype(torch.float64)  # of which no result is

@@ -120,6 +120,21 @@ GIVEN = [
     replace(STATISTICS, dtype="fp16", budget=0, bias="masked"),
     replace(STATISTICS, ranks=2, shards=((0, 300), (300, 400)), starts_given=True),
 ]
+LOSS = Configuration("loss", *(1, (40,), 32, 700, ((0, 700),), 12, "bf16"), reduction="none", block_bytes=40_000)
+# A window of -inf alone lies far above the rest.
+FAR_BELOW = replace(LOSS, bias="masked", offset=-120.0, tile=(16, 32))
+NO_WEIGHT = replace(LOSS, token_weight="zero", reduction="mean")
+GIVEN += [
+    FAR_BELOW,
+    replace(FAR_BELOW, dtype="fp16"),
+    replace(FAR_BELOW, dtype="fp32", budget=0, reduction="mean", token_weight="positive"),
+    # Upstream gradients of 1e-25, of which exp(-58) is 0 in fp32, and no targets, as on a rank that has none of them.
+    replace(LOSS, kind="statistics", mixture=("lse",), no_target=True, upstream="tiny", bias="plain", offset=55.0),
+    NO_WEIGHT,
+    replace(NO_WEIGHT, budget=0),
+    # Weights that learn under autocast.
+    replace(LOSS, dtype="fp32", autocast="bf16", token_weight="positive", weight_learns=True, reduce_dtype="same"),
+]
 
 
 @pytest.mark.parametrize("c", GIVEN, ids=str)

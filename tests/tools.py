@@ -96,7 +96,8 @@ def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
             prepare.KNOWN.clear()
         if tile is not None:
             patch.setattr(torch_logits, "_TILE_ROWS", tile[0])
-            patch.setattr(torch_logits, "_TILE_BYTES", 4 * tile[0] * tile[1])
+            for name in ("_TILE_BYTES", "_BYTES"):
+                patch.setattr(torch_logits, name, 4 * tile[0] * tile[1])
         yield
 
 

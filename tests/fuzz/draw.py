@@ -349,6 +349,7 @@ def _logits(random: Random, d: dict) -> dict:
     return {
         "V": entries * d["ranks"],
         "shards": tuple((rank * entries, entries) for rank in range(d["ranks"])),
+        "tile": (7, entries),  # some rows at a time
         "label_smoothing": random.choice((0.0, 0.0, 0.1, 0.9)) * (entries > 1),
         "reduction": "none",
     }

@@ -54,7 +54,7 @@ class Configuration:
     window), 'nan' (beside an infinite logit, of every token), 'cold' (some temperatures are infinite) or 'close'
     (student and teacher).
 
-    Of a divergence, the teacher's hidden size is ``E``, its scale and soft-cap the student's."""
+    Of a divergence, the teacher's hidden size is ``E``."""
 
     kind: str
     ranks: int
@@ -126,6 +126,12 @@ class Configuration:
         """Whether the loss is written as a function for ``token_loss``: half of those that can be."""
         plain = self.reduction != "none" and not self.label_smoothing and not self.token_weight
         return self.kind == "loss" and plain and self.values % 2 == 0
+
+    @property
+    def own_teacher(self) -> bool:
+        """Whether the teacher has half of the student's scale, and a soft-cap of 7 if the student has none, else none:
+        half of those that can be."""
+        return self.kind == "divergence" and self.edge != "close" and not self.excluded and self.values // 3 % 2 == 1
 
     @property
     def N(self) -> int:

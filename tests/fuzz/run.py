@@ -1,6 +1,7 @@
 """One configuration on one rank: the package's results and gradients, of its part of the tokens and its shard."""
 
 import inspect
+import math
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from unittest import mock
@@ -127,6 +128,9 @@ def call(c: Configuration, options: dict, tensors: dict[str, Tensor]) -> dict[st
     function = parallel_lce.token_loss if c.own else _FUNCTIONS[c.kind]
     parameters = inspect.signature(function).parameters.values()
     given |= {"teacher_logit_scale": None, "teacher_logit_softcap": None}  # the student's
+    if c.own_teacher:
+        softcap = 7.0 if c.softcap is None else math.inf
+        given |= {"teacher_logit_scale": given["logit_scale"] / 2, "teacher_logit_softcap": softcap}
     given |= {"weight": None, "options": None}  # torch's
     given["loss"] = partial(_written_out, c.z_loss)
     found = function(**{p.name: given[p.name] for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)})

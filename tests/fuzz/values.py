@@ -111,13 +111,15 @@ def operands(c: Configuration, whole: Whole) -> Operands:
     scale = per_token("logit_scale", c.scale) / temperature
     softcap = None if c.softcap is None else c.softcap / temperature
 
-    def layer(prefix: str, masked: Tensor, dtype: torch.dtype) -> Layer:
+    def layer(prefix: str, masked: Tensor, dtype: torch.dtype, scale=scale, softcap=softcap) -> Layer:
         x = whole.tensors[f"{prefix}input"]
         weight, bias = whole.tensors.get(f"{prefix}weight", torch.eye(c.V)), flat.get(f"{prefix}bias")
         bias = None if bias is None else bias.to(dtype)
         return Layer(x.reshape(c.N, x.shape[-1]).to(dtype), weight.to(dtype), bias, masked, scale, softcap)
 
-    teacher = layer("teacher_", whole.masked[1], DTYPES[c.cast(c.teacher_dtype)]) if c.kind == "divergence" else None
+    its = (scale / 2, 7.0 / temperature if softcap is None else None) if c.own_teacher else (scale, softcap)
+    cast = DTYPES[c.cast(c.teacher_dtype)]
+    teacher = layer("teacher_", whole.masked[1], cast, *its) if c.kind == "divergence" else None
     target = flat["target"].long() if "target" in flat else None
     entries = _entries(c, flat["selected"], flat.get("offsets")) if c.selected else None
     each = c.reduction == "none"

@@ -132,6 +132,8 @@ GIVEN += [
     replace(LOSS, kind="statistics", mixture=("lse",), no_target=True, upstream="tiny", bias="plain", offset=55.0),
     NO_WEIGHT,
     replace(NO_WEIGHT, budget=0),
+    # A divergence whose tokens, of different factors, are worked on some at a time.
+    replace(LOSS, kind="divergence", dtype="fp32", E=24, beta=0.5, tile=(4, 700), block_bytes=None),
     # Weights that learn under autocast.
     replace(LOSS, dtype="fp32", autocast="bf16", token_weight="positive", weight_learns=True, reduce_dtype="same"),
 ]

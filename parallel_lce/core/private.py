@@ -60,7 +60,8 @@ def outside_graphs(function: F, reason: str | None = None, calls_too: bool = Tru
         if not outside:
             from torch._dynamo.eval_frame import skip_code
 
-            skip_code(call.__code__)  # of all such functions, whose graphs would count for one limit
+            # That of all such functions: the graphs of each would count for one limit of recompilations.
+            skip_code(call.__code__)  # pyright: ignore[reportAttributeAccessIssue]
             if calls_too:
                 made = torch.compiler.disable(function, reason=reason)
             else:

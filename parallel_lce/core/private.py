@@ -48,8 +48,9 @@ def exporting() -> bool:
 
 
 def outside_graphs(function: F, reason: str | None = None, calls_too: bool = True) -> F:
-    """Decorates a function at which graphs of torch.compile break, and in which it makes none; nor in what it calls, if
-    ``calls_too``. ``reason``: what torch.compile says where a graph that must be whole breaks there."""
+    """Decorates a function at which graphs of torch.compile break, and in which it makes none. ``calls_too``: nor does
+    it in functions that this one calls. ``reason``: what torch.compile says where a graph that must be whole breaks
+    there."""
 
     outside: list[Callable] = []
 

@@ -233,8 +233,11 @@ def test_gathered_logits_have_the_loss_of_shards(member):
 
     def gathered(model, data, ours):
         model.output_layer.gather_output = ours
-        logits, _ = model.output_layer(torch.zeros(3, 2, HIDDEN, device=member.device))
+        hidden = torch.zeros(3, 2, HIDDEN, device=member.device)
+        logits, _ = model.output_layer(hidden)
         assert logits.shape == (3, 2, 96 if ours else 48)
+        with torch.no_grad():  # as to sample a draft from, which may be on one rank
+            assert type(model.output_layer(hidden, None, True)[0]) is torch.Tensor
         return _trained(model, Model(ranks=member.ranks), data)
 
     side_by_side(member, Model(ranks=member.ranks), gathered)

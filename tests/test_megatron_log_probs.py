@@ -139,6 +139,7 @@ def test_a_model_that_runs_within_a_scored_one_has_losses_and_logits(member):
     patch(skip_masked=True)  # one label is -100
     expected = token_log_probs(teacher, *given, data.labels, entropy=True)
     torch.testing.assert_close(token_log_probs(student, *given, data.labels, entropy=True), expected)
+    assert expected.device == data.tokens.device  # of which Megatron's schedules ask
     torch.testing.assert_close(found, [call() for call in calls])
     fuse(student, logits_budget=1 << 20)  # without skip_masked, which is the teacher's
     assert (student(*given, labels=data.labels) > 0).all()

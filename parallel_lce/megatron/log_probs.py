@@ -30,6 +30,11 @@ class TokenLogProbs(NamedTuple):
     # In nats; None without ``entropy=True``.
     entropy: Tensor | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Megatron's schedules ask for that of a model's output."""
+        return self.log_probs.device
+
 
 class Scoring(NamedTuple):
     """A call of a model by ``function``, whose loss of ``labels`` is ``of(logits, labels)``, a tuple of tensors."""

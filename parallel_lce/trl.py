@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from parallel_lce.call.checks import int64_ids
+from parallel_lce.call.prepare import autocasted
 from parallel_lce.core.options import Options, Tensors, check_option
 from parallel_lce.core.plan import lean_budget
 from parallel_lce.functional import statistics_of
@@ -47,8 +48,10 @@ class _Fused:
     ) -> tuple[Tensor | None, ...]:
         """``OUTPUTS`` of ``hidden [N, D]``, ``weight [V, D]``, ``bias [V]`` and ids ``targets [N]``: ``[N]`` each, None
         if not in ``outputs``, except the first. The first two have a gradient. As in TRL's function weight and bias are
-        cast to ``hidden``'s dtype, and a target outside the vocabulary has the logit 0."""
+        cast to ``hidden``'s dtype, all to autocast's if that is on, and a target outside the vocabulary has the logit
+        0."""
         targets = int64_ids("targets", targets)
+        hidden, weight, _, bias, *_ = autocasted(Tensors(hidden, weight, linear_bias=bias))
         bias = bias if bias is None else bias.to(hidden.dtype)
         options = Options(
             "token_statistics",

@@ -29,8 +29,9 @@ class ChunkedLogProbFunction:
         return cls.forward(None, *arguments)
 
     def forward(ctx, hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0, outputs=()):
-        bias = None if bias is None else bias.to(hidden.dtype)
-        z = F.linear(hidden, weight.to(hidden.dtype), bias).float() * logit_scale
+        if not torch.is_autocast_enabled("cpu"):
+            weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        z = F.linear(hidden, weight, bias).float() * logit_scale
         z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
         log_p = z.log_softmax(-1)
         p, picked = log_p.exp(), log_p.gather(-1, targets[:, None]).squeeze(-1)
@@ -90,6 +91,8 @@ def test_log_probs_and_their_gradients_are_trls(member, release):
             (None, 2.0), (1.0, 0.3), (1.0, 0.7), (None, b), (OUTPUTS, OUTPUTS[:2], (*OUTPUTS[:1], "logits"))
         ):
             agree(own, ours, (h, w, bias), (targets, temperature, 40, cap, scale, names))
+        with torch.autocast("cpu", torch.float16):  # each operand is rounded once
+            agree(own, ours, (h.bfloat16(), w, b), (targets, 1.0, 40, None, 1.0, OUTPUTS[:2]))
         empty = ours.apply(h[:0], w, None, targets[:0], 1.0, 40, None, 1.0, OUTPUTS)
         assert [value.shape for value in empty] == [(0,)] * 5
         # Outside of the vocabulary, as for -100, TRL's and ours are of a logit of 0.

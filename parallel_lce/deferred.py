@@ -236,7 +236,7 @@ class _Edge(torch.autograd.Function):
 
 
 def _refuse_hook(*_: Any) -> None:
-    raise RuntimeError("parallel_lce: a hook of the logits' grad_fn would not run: call logits.register_hook")
+    raise RuntimeError("parallel_lce: a hook of the logits' grad_fn may never run: call logits.register_hook")
 
 
 def _node(real: Tensor) -> Any:

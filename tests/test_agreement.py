@@ -10,6 +10,7 @@ from calls import D, N, V, call, calls, good
 from cases import make, part
 from parallel_lce import backends
 from parallel_lce.call import prepare
+from parallel_lce.core.collectives import checksum_of
 from parallel_lce.core.options import Options
 from parallel_lce.distillation import divergence
 from parallel_lce.run.entry import fused_loss
@@ -125,6 +126,7 @@ def test_calls_that_differ_give_nan(member, name, backend):
 
 
 def test_every_option_is_in_the_digest_that_messages_carry():
+    assert checksum_of(torch.tensor([3, 5])) != checksum_of(torch.tensor([5, 3]))
     """But the budget, which may depend on a rank's memory, and options of gradients."""
     options, tensors = given(**good(), reduction="mean")
     free = {"logits_budget", "reduce_dtype"}

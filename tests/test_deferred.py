@@ -139,6 +139,7 @@ USES = {
     "a hook of contiguous logits": (lambda z: (_hooked(z.contiguous().to(z.dtype)), z)[1], False),
     "a view of changed logits": (_view_of_changed, False),
     "a write to their memory": (_written, False),
+    "a write to the memory of a view": (lambda z: (z.view(-1, V).data[:, :3].zero_(), z)[1], False),
     "new memory": (lambda z: (setattr(z, "data", z.data * 2), z)[1], False),
     "a reentrant checkpoint": (lambda z: checkpoints.checkpoint(lambda x: x * 2 + 0, z, use_reentrant=True), False),
     "a checkpoint": (lambda z: checkpoints.checkpoint(lambda x: x * 2 + 0, z, use_reentrant=False), False),

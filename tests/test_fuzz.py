@@ -132,6 +132,11 @@ GIVEN += [
     replace(LOSS, kind="statistics", mixture=("lse",), no_target=True, upstream="tiny", bias="plain", offset=55.0),
     NO_WEIGHT,
     replace(NO_WEIGHT, budget=0),
+    # A soft-cap, whose saved numbers are as exact as the cap of each token is.
+    replace(LOSS, softcap=2.0, temperatures=True),
+    # Tokens that share targets, and ids that are none.
+    replace(LOSS, kind="statistics", V=16, shards=((0, 16),), mixture=("target_logit",)),
+    replace(LOSS, kind="selected", selected="ids", K=9, ids="outside", no_target=True),
     # A divergence whose tokens, of different factors, are worked on some at a time.
     replace(LOSS, kind="divergence", dtype="fp32", E=24, beta=0.5, tile=(4, 700), block_bytes=None),
     # Weights that learn under autocast.

@@ -44,7 +44,7 @@ def test_the_z_loss_of_confident_tokens(budget, device):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("options", [{}, dict(label_smoothing=0.1, z_loss=0.1)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(label_smoothing=0.1, z_loss=10.0)], ids=str)
 @pytest.mark.parametrize("by", ["upstream", "weight"])
 @pytest.mark.thinned
 def test_a_nan_of_an_ignored_token_reaches_no_gradient(by, options, dtype, device, budget):
@@ -54,6 +54,7 @@ def test_a_nan_of_an_ignored_token_reaches_no_gradient(by, options, dtype, devic
         t = small(device, dtype=dtype, bias=True)
         one = torch.ones(len(t.x), device=device)
         t.target[3], one[3], upstream = -100, number, one
+        t.x.data[3] *= 1e37  # an infinite term of the z-loss
         given = dict(linear_bias=t.bias, reduction="none", logits_budget=budget)
         if by == "weight":
             given["token_weight"], upstream = one.requires_grad_(), torch.ones_like(one)
@@ -77,6 +78,12 @@ def test_a_softcap_has_an_error_of_few_roundings(cap, backend, device):
     assert ((found[:-1] - exact).abs() <= 8 * 2.0**-24 * exact.abs()).all()
     assert ((slope[:-1, 0] - (1 - (exact / cap) ** 2)).abs() <= 16 * 2.0**-24).all()
     assert found[-1].isnan() and slope[-1].isnan()
+
+
+def test_a_soft_cap_and_a_temperature_whose_quotient_underflows(backend, device):
+    t, hot = small(device), torch.full((24,), 1e30, device=device)
+    linear_cross_entropy(t.x, t.weight, t.target, logit_softcap=1e-30, temperature=hot).backward()
+    assert t.x.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("name", REDUCED)

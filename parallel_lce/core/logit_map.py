@@ -35,7 +35,9 @@ class LogitMap(NamedTuple):
         softcap, token_softcap = options.logit_softcap, None
         if token_temperature is not None:
             token_scale = (1.0 if token_scale is None else token_scale) / token_temperature
-            token_softcap = None if softcap is None else softcap / token_temperature
+            if softcap is not None:  # its inverse is finite, as that of one cap (check_options)
+                smallest = torch.finfo(token_temperature.dtype).tiny
+                token_softcap = (softcap / token_temperature).clamp(min=smallest)
         softcap = None if softcap is None else softcap / temperature
         return cls(scale / temperature, token_scale, softcap, token_softcap)
 

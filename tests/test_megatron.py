@@ -154,7 +154,7 @@ def test_what_is_not_fused_is_said_once_at_construction(member):
 def test_fuse_and_explain(member):
     """Of a model of any other loss. Its settings are its own."""
     no_layer = "this pipeline stage has no output layer"
-    replaced = "its output layer was replaced since; call fuse(model)"
+    replaced = "its output layer was replaced since, or fused for another model; call fuse(model)"
     first, second, data = build(member, Model(), {}), build(member, Model(), {}), batch(0, Model(), member.device)
     assert explain(first) == ["it was not fused when it was built; call fuse(model)"]
     assert fuse([first, second], z_loss=0.1) == fuse(second, z_loss=0.3) * 2 == ["fused", "fused"]
@@ -166,7 +166,7 @@ def test_fuse_and_explain(member):
     assert [*first.sharded_state_dict()] == [*unfused.sharded_state_dict()]
     assert [*inspect.signature(layer.forward).parameters] == [*inspect.signature(stock.forward).parameters]
     first.output_layer = second.output_layer  # with its settings
-    assert explain([first, second]) == [replaced, "fused"]
+    assert explain([first, second]) == fuse([first, second]) == [replaced, "fused"]
     with pytest.raises(RuntimeError, match="z_loss=0.1 needs a fused loss, .*: the loss gets real logits"):
         losses_of(first, Model(), data)
     first.output_layer = stock

@@ -76,7 +76,9 @@ def fuse(model: Any, **given: Any) -> list[str]:
     """
     chunks, own = _chunks(model), settings.resolve(settings.Settings(), given) if given else None
     _replacements.replace(_language_module(), _LOSS, with_fused_loss)
-    return [_fuse_one(chunk, own) or "fused" for chunk in chunks]
+    for chunk in chunks:
+        _fuse_one(chunk, own)
+    return [why_not_fused(chunk) or "fused" for chunk in chunks]  # two may share an output layer
 
 
 def explain(model: Any) -> list[str]:
@@ -95,7 +97,7 @@ def why_not_fused(model: Any) -> str | None:
     if fusion is None:
         return "it was not fused when it was built; call fuse(model)"
     if fusion.reason is None and all(vars(each).get(MARK) is not fusion for each in head.modules()):
-        return "its output layer was replaced since; call fuse(model)"
+        return "its output layer was replaced since, or fused for another model; call fuse(model)"
     if fusion.reason is None and (_language_module(), _LOSS) not in _replacements:
         return "unpatch() was called; call fuse(model)"
     return fusion.reason

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from parallel_lce.call.checks import has_dtensor
 from parallel_lce.core.private import (
     FSDP_MODULES,
     DisableTorchFunctionSubclass,
@@ -23,7 +24,7 @@ from parallel_lce.core.private import (
     comes_from,
     counting_versions,
     forbid_address,
-    is_sharded,
+    is_flattened,
     outside_graphs,
     pytree,
     saving_without_hooks,
@@ -138,10 +139,10 @@ def _watch_optimizers() -> None:
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """An optimizer's step makes it too late for logits of its weights. Fused optimizers raise no version; nor do those
     that hold other tensors: Megatron's copies of weights with a main_grad, FSDP's parts of weights."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    any_weight = any(map(is_sharded, parameters))
-    for reference in [*_alive]:  # a list at once: other threads may add to it
-        source = reference()
+    sources = [reference() for reference in [*_alive]]  # a list at once: other threads may add to it
+    parameters = [p for group in optimizer.param_groups for p in group["params"]] if sources else []
+    any_weight = has_dtensor(parameters) or any(map(is_flattened, parameters))
+    for source in sources:
         weight = source and source.parameter
         if source is None or weight is None:
             continue

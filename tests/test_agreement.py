@@ -126,8 +126,8 @@ def test_calls_that_differ_give_nan(member, name, backend):
 
 
 def test_every_option_is_in_the_digest_that_messages_carry():
+    """But the budget, which may depend on a rank's memory, and options of gradients. Of ids their order is, too."""
     assert checksum_of(torch.tensor([3, 5])) != checksum_of(torch.tensor([5, 3]))
-    """But the budget, which may depend on a rank's memory, and options of gradients."""
     options, tensors = given(**good(), reduction="mean")
     free = {"logits_budget", "reduce_dtype"}
     for name in Options._fields:

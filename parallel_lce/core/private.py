@@ -63,10 +63,11 @@ def outside_graphs(function: F, reason: str | None = None, calls_too: bool = Tru
 
             # That of all such functions: the graphs of each would count for one limit of recompilations.
             skip_code(call.__code__)  # pyright: ignore[reportAttributeAccessIssue]
+            made: Callable = function
             if calls_too:
                 made = torch.compiler.disable(function, reason=reason)
             else:
-                skip_code((made := function).__code__)
+                skip_code(function.__code__)
             outside.append(made)  # not at once, or Dynamo of 2.11 warns of it
         return outside[0](*given, **named)
 
@@ -222,9 +223,9 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 FSDP_MODULES = "torch.distributed.fsdp", "torch.distributed._composable"
 
 
-def is_sharded(parameter: Tensor) -> bool:
-    """Whether FSDP has a part of the parameter, not the tensor that is whole in a forward."""
-    return hasattr(parameter, "_local_tensor") or hasattr(parameter, "_fsdp_flattened")
+def is_flattened(parameter: Tensor) -> bool:
+    """Whether it is FSDP1's flat parameter, or a part of one."""
+    return hasattr(parameter, "_fsdp_flattened")
 
 
 def fsdp_output_dtype(module: nn.Module) -> torch.dtype | None:

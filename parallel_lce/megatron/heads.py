@@ -38,9 +38,9 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
             keep_autograd_gradient(used)
             return stock(hidden, weight, runtime_gather_output)
 
+        is_chosen = fusion.settings.cross_entropy == "output_layer"
         # Who asks for gathered logits samples from them, maybe on one rank alone.
-        wants_loss = fusion.wants_loss and not runtime_gather_output
-        wants_loss = wants_loss and fusion.settings.cross_entropy == "output_layer"
+        wants_loss = fusion.wants_loss and is_chosen and not runtime_gather_output
         if not (wants_loss or fusion.scoring):
             return real(input_)
         if (reason := _why_real(self, own, used)) is not None:

@@ -103,8 +103,8 @@ def why_not_fused(model: Any) -> str | None:
     return fusion.reason
 
 
-def _fuse_one(model: Any, own: settings.Settings | None) -> str | None:
-    """Returns why the model is not fused; None if it is."""
+def _fuse_one(model: Any, own: settings.Settings | None) -> None:
+    """Fuse a model, or leave the reason why not in its ``Fusion``."""
     from parallel_lce.megatron.heads import ColumnParallelLinear, is_megatrons, layers
 
     own = own or getattr(vars(model).get(MARK), "own", None)
@@ -130,7 +130,6 @@ def _fuse_one(model: Any, own: settings.Settings | None) -> str | None:
         model.register_forward_pre_hook(_begin_call, with_kwargs=True)
         model.register_forward_hook(_end_call, always_call=True)
     vars(model)[MARK] = fusion
-    return why_not_fused(model)
 
 
 def language_model(model: Any) -> Any:
@@ -180,7 +179,8 @@ def _fusing(own: Callable) -> Callable:
     def setup_embeddings_and_output_layer(self: Any) -> None:
         own(self)
         if asks(self.config):
-            reason = _fuse_one(self, None)
+            _fuse_one(self, None)
+            reason = why_not_fused(self)
         else:
             name, fusion = self.config.cross_entropy_fusion_impl, self.config.cross_entropy_loss_fusion
             found = f"cross_entropy_loss_fusion={fusion}, cross_entropy_fusion_impl={name!r}"

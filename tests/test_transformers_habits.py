@@ -129,6 +129,7 @@ def compiled(model, given, patch, training, **options):
     run = torch.compile(patch(model).train(training), backend="aot_eager", **options)
     with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
         found = trained(run, given), trained(run, given)
+    assert not torch._dynamo.eval_frame._debug_get_cache_entry_list(door._run.__wrapped__)  # in no graph
     with torch.compiler.set_stance("fail_on_recompile"):
         return *found, trained(run, given)
 

@@ -220,15 +220,21 @@ def _with_fields(kind: type, names: tuple[str, ...]) -> type:
     return dataclasses.make_dataclass(kind.__name__, fields, bases=(Derived, kind), namespace=made_by)
 
 
-@functools.partial(private.outside_graphs, reason=_NO_ONE_GRAPH, calls_too=False)
-def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, **named: Any) -> Any:
-    """A patched model's forward: its labels are counted before, and its metrics put into the output after it."""
-    labels, target = named.get("labels"), named.get("shift_labels")
+@private.outside_graphs
+def _begun(model: Any, labels: Any, target: Any) -> SimpleNamespace:
+    """What is known of a patched model's call. ``labels``, ``target``: as the model got them, and already shifted."""
     counted = LabelCount(labels if target is None else target, shifted=target is None)
     call = SimpleNamespace(labelled=labels is not None, counted=counted, deferred=False, metrics={}, in_a_unit=False)
     for module in model.get_output_embeddings().modules():
         if isinstance(module, (FSDPModule, FullyShardedDataParallel)) and not isinstance(module, Linear):
             call.in_a_unit = True
+    return call
+
+
+@functools.partial(private.outside_graphs, reason=_NO_ONE_GRAPH, calls_too=False)
+def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, **named: Any) -> Any:
+    """A patched model's forward: its labels are counted before, and its metrics put into the output after it."""
+    call = _begun(model, named.get("labels"), named.get("shift_labels"))
     token = _running.set(call)
     try:
         output = forward(model, *arguments, **named)

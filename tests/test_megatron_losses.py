@@ -136,6 +136,7 @@ def test_masked_tokens_have_no_loss(member):
         lambda: model(*given, None, data.labels, loss_mask=mask),
         lambda: model(*given, labels=data.labels, loss_mask=mask.bool()),
         lambda: model(*given, labels=marked),
+        lambda: torch.compile(model, backend="eager")(*given, labels=data.labels, loss_mask=mask),
     )
     with pytest.raises(ValueError, match=r"loss_mask must have the labels' shape \[2, 16\], got \[1, 16\]"):
         model(*given, labels=data.labels, loss_mask=mask[:1])

@@ -192,6 +192,7 @@ def test_what_a_program_sees_is_the_same(member, release, name, kind):
     with warned() as found, mock.patch.object(door, "linear_cross_entropy", wraps=linear_cross_entropy) as called:
         same(stock, habit(model, given, door.patch))
     assert called.called == ((said is None or said.startswith(AFTER)) and name != "compiled in eval"), found
+    assert name != "compiled" or called.call_args.kwargs["counted_tokens"] is not None
     assert bool(found) == (said is not None) and said in [None, *(said for text in found if said in text)], found
 
 

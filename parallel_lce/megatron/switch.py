@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_lce.core.options import NO_LABEL, as_int64
-from parallel_lce.core.private import hooks, keep_with
+from parallel_lce.core.private import hooks, keep_with, outside_graphs
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.loss import with_fused_loss
 from parallel_lce.megatron.settings import CHOSEN, IMPLEMENTATION, MARK, Fusion, asks
@@ -192,6 +192,7 @@ def _fusing(own: Callable) -> Callable:
     return setup_embeddings_and_output_layer
 
 
+@outside_graphs
 def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Before a fused model's forward: whether it wants losses of ours; and with ``skip_masked`` the labels of masked
     tokens become -100, and the count of the others begins."""
@@ -206,8 +207,7 @@ def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple,
         if mask.numel() != labels.numel():
             raise ValueError(f"loss_mask must have the labels' shape {[*labels.shape]}, got {[*mask.shape]}")
         arguments[fusion.labels] = labels = as_int64(labels).masked_fill(mask.reshape(labels.shape) == 0, NO_LABEL)
-    if not torch.compiler.is_compiling():
-        keep_with(labels, LabelCount(labels))  # also for a checkpoint, which computes their loss again
+    keep_with(labels, LabelCount(labels))  # also for a checkpoint, which computes their loss again
     names = fusion.positional[: len(given)]
     return (*[arguments.pop(name) for name in names], *given[len(names) :]), arguments
 

@@ -80,7 +80,7 @@ def without_factor(coefficients: Coefficients) -> Coefficients:
         factor = (1.0 if factor is None else factor) / coefficients.divisor
     if factor is None:
         return coefficients
-    return coefficients.each(lambda c: (c * factor).masked_fill_(c == 0, 0.0))
+    return Coefficients(*[c if c is None else (c * factor).masked_fill_(c == 0, 0.0) for c in coefficients[:6]])
 
 
 def sum_of_weights(target: Tensor, token_weight: Tensor | None, ignore_index: int | None, dtype: torch.dtype) -> Tensor:

@@ -56,10 +56,10 @@ def logits(
     accumulate(out, weight, x.t(), overwrite=True)
     if projection.bias is not None:
         out += projection.bias[window, None]
+    out = projection.logit_map.scaled(out)
     if uncapped is not None:
-        uncapped.copy_(projection.logit_map.scaled(out))
-        return projection.logit_map.capped(out)
-    return projection.logit_map.apply(out)
+        uncapped.copy_(out)
+    return projection.logit_map.capped(out)
 
 
 def borrowed(scratch: Scratch, rows: slice, window: slice, dtype: torch.dtype) -> Tensor:
@@ -141,7 +141,8 @@ def selected_logits(projection: Projection, x: Tensor, selection: Selection) -> 
         z = (x[of_entry].to(out.dtype) * projection.weight[at].to(out.dtype)).sum(1)
         if projection.bias is not None:
             z += projection.bias[at]
-        z = projection.logit_map.of_rows(of_entry).apply(z)
+        logit_map = projection.logit_map.of_rows(of_entry)
+        z = logit_map.capped(logit_map.scaled(z))
         out[some] = z.where(hit[some], out[some])
 
 

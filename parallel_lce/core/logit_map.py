@@ -58,10 +58,6 @@ class LogitMap(NamedTuple):
     def of_rows(self, rows: slice | Tensor) -> LogitMap:
         return self.each(lambda t: t[rows])
 
-    def apply(self, u: Tensor) -> Tensor:
-        """The logits of ``u [..., R]``, in place."""
-        return self.capped(self.scaled(u))
-
     def scaled(self, u: Tensor) -> Tensor:
         """``u [..., R]`` times the scales, in place."""
         if self.scale != 1.0:

@@ -105,19 +105,13 @@ def _quotient(a, b):
 
 
 @triton.jit
-def _inverse(cap):
-    """1 / cap, finite: 0 times infinity would be NaN. A cap below 2^-126 gives 2^126."""
-    return tl.minimum(1.0 / cap, 2.0**126)
-
-
-@triton.jit
 def softcapped(u, cap):
     """``cap * tanh(u / cap)`` with an error of a few ulp, for every cap.
 
     Large |u / cap| use the exponential of a negative number. Below :data:`_SERIES_END`, where ``1 - e`` would cancel,
     an odd polynomial of degree 11 is used: the minimax polynomial (Remez), of relative error 4.4e-9.
     """
-    ratio = u * _inverse(cap)
+    ratio = u * (1.0 / cap)
     # exponential(-2 |ratio|), with one product less.
     e = tl.exp2(tl.abs(ratio) * (-2.0 * LOG2_E))
     magnitude = cap * _quotient(1.0 - e, 1.0 + e)
@@ -136,7 +130,7 @@ def softcapped(u, cap):
 def recapped(u, cap):
     """:func:`softcapped` of saved numbers ``u``, which fp16 has rounded, and the derivative there. Both are as exact as
     the numbers are: near 0, and where the soft-cap saturates and its derivative is small."""
-    ratio = tl.abs(u) * _inverse(cap)
+    ratio = tl.abs(u) * (1.0 / cap)
     e = tl.exp2(ratio * (-2.0 * LOG2_E))
     inverse = _quotient(1.0, 1.0 + e)
     # tanh(r) = r - r^3 / 3 + ..., where 1 - e would cancel.
@@ -147,5 +141,5 @@ def recapped(u, cap):
 @triton.jit
 def slope_at(z, cap):
     """The derivative of :func:`softcapped` where it is ``z``."""
-    ratio = z * _inverse(cap)
+    ratio = z * (1.0 / cap)
     return 1.0 - ratio * ratio

@@ -296,12 +296,12 @@ class Fused(torch.autograd.Function):
     @staticmethod
     @outside_selective_checkpoints
     def forward(ctx, hidden, weight, bias, call: Call):
-        save = any(call.needs)
+        save, is_loss = any(call.needs), call.options.kind == "loss"
         # Most statistics get no upstream gradient: autograd need not make zeros for them.
-        ctx.set_materialize_grads(call.options.kind == "loss")
+        ctx.set_materialize_grads(is_loss)
         merged, gathered, saved, found = forward(call, hidden, weight, bias, save)
         # ``kept``: from what backward makes the coefficients.
-        if call.options.kind == "loss":
+        if is_loss:
             outputs, kept = results.loss_of(call, merged, found)
         else:
             outputs, kept = tuple([found.get(name) for name in NAMES]), (found["vocab_size"],)

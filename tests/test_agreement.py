@@ -210,7 +210,7 @@ def test_debug_mode_names_calls_and_backwards_in_another_order(member):
     with debug_mode():
         with pytest.raises(ValueError, match="disagree about target: rank 0 has"):
             losses((1, 0) if member.rank else (0, 1))
-        for options in ({}, dict(reduction="none", logits_budget=0)):
+        for options in ({}, dict(reduction="none", logits_budget=0), dict(reduce_hidden_grad=False)):
             with pytest.raises(ValueError, match=r"about the call whose backward runs: rank 0 has \d+, rank 1 has \d+"):
                 losses(**options)[member.rank].sum().backward()
             for loss in losses(**options):

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import Backend, BackwardTask, Coefficients, ForwardTask
-from parallel_lce.call import debug
-from parallel_lce.core.collectives import HiddenReduction, Layout, Shard
+from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.logit_map import LogitMap, Projection
 from parallel_lce.core.memory import with_aligned_rows
@@ -139,13 +138,6 @@ class Call:
             return projection
         return projection._replace(logit_map=self.logit_map.each(lambda t: self.layout.take(t, block)))
 
-    def hidden_reduction(self, hidden: Tensor) -> HiddenReduction:
-        """The sum of dX over the ranks; over this rank alone with ``reduce_hidden_grad=False``."""
-        layout = self.layout if self.options.reduce_hidden_grad else Layout()
-        if self.number is not None and layout.ranks > 1:
-            debug.agree(self.layout, "a backward", {"the call whose backward runs": self.number})
-        return HiddenReduction(hidden, layout, self.options.reduce_dtype)
-
     def local_targets(self) -> Tensor | None:
         """The targets ``[N]`` relative to the shard's first id. Targets of other shards lie outside ``[0, rows)``."""
         start, target = self.shard.start, self.target
@@ -192,9 +184,6 @@ class Feature:
     message: Any = None
     # What the forward keeps for the backward.
     saved: Tensor | None = None
-
-    def __init__(self, options: Options) -> None:
-        """``options``: of a call for which :meth:`asked` is true."""
 
     @classmethod
     def asked(cls, options: Options, tensors: Tensors) -> bool:

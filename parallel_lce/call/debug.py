@@ -5,7 +5,7 @@ An error on one rank alone leaves the others in their collective until the group
 with an exchange. Each rank sends the function that it runs and, by name, the values that must be equal on all ranks;
 or, if it refuses its arguments, its reason. Every rank raises if a rank refused, or if anything differs. There are
 further exchanges before hidden states of counted tokens are gathered, after the function of a ``token_loss``, before
-each DTensor is redistributed, before each backward that reduces dX, and in Megatron's door.
+each DTensor is redistributed, before each backward, and in Megatron's door.
 """
 
 from __future__ import annotations

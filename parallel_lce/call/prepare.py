@@ -218,7 +218,7 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
         logit_map=logit_map,
         token_weight=token_weight,
         selection=None if ids is None else Selection.of(ids, offsets, known.shape.numel()),
-        features=tuple([kind(known.options) for kind in kinds]) if (kinds := known.feature_kinds) else (),
+        features=tuple([kind() for kind in kinds]) if (kinds := known.feature_kinds) else (),
         main_grad=main_grad,
     )
     return call, (hidden, weight, bias)

@@ -21,9 +21,17 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import BackwardTask, ForwardTask, GradBuffers, HiddenGrad, Saved, Scratch
+from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Gradients, Needs, flattened
 from parallel_lce.core import plan
-from parallel_lce.core.collectives import IncomingHidden, PartialsGather, checksum_of, hidden_of_blocks
+from parallel_lce.core.collectives import (
+    HiddenReduction,
+    IncomingHidden,
+    Layout,
+    PartialsGather,
+    checksum_of,
+    hidden_of_blocks,
+)
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.memory import device_without_autocast, in_memory, on_device_of
@@ -103,8 +111,11 @@ class GradientSums:
         self.projection, real = projection, projection.real_rows
         self.scratch = Scratch(scratch_bytes, hidden.device)
         self.reduction = self.dweight = self.dbias = None
+        if call.number is not None and any(needs):
+            debug.agree(call.layout, "a backward", {"the call whose backward runs": call.number})
         if needs.hidden:
-            self.reduction = call.hidden_reduction(hidden)
+            layout = call.layout if call.options.reduce_hidden_grad else Layout()
+            self.reduction = HiddenReduction(hidden, layout, call.options.reduce_dtype)
         if needs.weight:
             self.dweight = GradBuffer(
                 projection.weight, real, blocks, call.dtype, dtype=dtype, main_grad=call.main_grad

@@ -38,9 +38,7 @@ from parallel_lce.core.plan import Block
 class Filter(Feature):
     """The argument ``gradient_filter``. Gradients of the torch backend are exact with it, too."""
 
-    def __init__(self, options: Options) -> None:
-        assert options.gradient_filter is not None
-        self._eps = options.gradient_filter
+    def __init__(self) -> None:
         # The CallFilter of all backwards, once there is one. Copies of this feature share it.
         self._of_call: list[Any] = []
 
@@ -71,7 +69,7 @@ class Filter(Feature):
         from parallel_lce.features.filter.gradient import SLICE_BYTES, CallFilter, is_large
 
         if not self._of_call:
-            self._of_call.append(CallFilter(self._eps))
+            self._of_call.append(CallFilter(call.options.gradient_filter))
         entries = min(task.x.shape[0] * task.projection.real_rows, SLICE_BYTES // task.x.element_size())
         if is_large(entries, task.x.shape[1]):  # smaller slices are not filtered, and take no more memory
             task.scratch.reserve(SLICE_BYTES)

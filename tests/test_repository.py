@@ -33,8 +33,7 @@ SETTING = re.compile(r"(?<![\w./-])((?:text|model|train|loss|parallel|memory|com
 SOURCES = [*(ROOT / "benchmarks").rglob("*.py"), ROOT / "launch" / "training" / "config.py"]
 SOURCES += [ROOT / "tests" / name for name in ("conftest.py", "fuzz/program.py", "sanitize.py")]
 PROGRAM = re.compile(r"launch/(\w+)\.(?:sh|py)|-m (benchmarks[.\w]*)|tests/(fuzz|sanitize)\b")
-# Of pytest, Megatron-LM and torchtitan.
-OPTIONS_OF_OTHERS = {"--collect-only", "--cross-entropy", "--deterministic-mode", "--override"}
+OPTIONS_OF_OTHERS = {"--override"}  # of torchtitan
 # Names that stand for others.
 PLACEHOLDERS = {"examples/NAME.py", "tests/test_x.py"}
 

@@ -181,38 +181,29 @@ class Piece:
             vocab_slice.products = self._task.filter(self, start, gradient, vocab_slice.dx_factor)
         return vocab_slice
 
-    def _is_recomputed(self, start: int) -> bool:
-        return self._saved is None or start >= self._saved.exponentials.shape[1]
-
     def _formed(self, start: int, stop: int) -> Slice:
         """The slice without the selected entries."""
-        saved = None if self._is_recomputed(start) else self._saved
-        if saved is None:
-            gradient = self._recompute(start, stop)
-        else:
+        saved, real, target = self._saved, self.projection.real_rows, self._task.target if self.has_targets else None
+        if saved is not None and start < saved.exponentials.shape[1]:
             gradient = saved.exponentials if saved.exponentials.shape[1] == stop else saved.exponentials[:, :stop]
-        if self._tokens is None and (saved is not None or self.has_targets):
-            self._tokens = tokens = self._find_tokens(gradient, saved, start)
+        else:
+            saved, gradient = None, self._recompute(start, stop)
+        if self._tokens is None and (saved is not None or target is not None):
+            self._tokens = tokens = token_gradients(
+                gradient,
+                saved,
+                target,
+                self.terms,
+                entries=real,
+                first=start,
+                window=1 if saved is None else window_of(saved, real),
+                find_shared=self._find_shared,
+                rewrite=self._rewrite,
+            )
             return Slice(start, stop, gradient, tokens.dx_factor, tokens.dw_factor)
-        if self.has_targets:
+        if target is not None:
             write_targets(gradient, start, self.targets, self.terms.fp16_scale)
         return Slice(start, stop, gradient, None, None)
-
-    def _find_tokens(self, gradient: Tensor, saved: Saved | None, start: int) -> TokenGradients:
-        projection, window = self.projection, 1
-        if saved is not None:
-            window = window_of(saved, projection.real_rows)
-        return token_gradients(
-            gradient,
-            saved,
-            self._task.target if self.has_targets else None,
-            self.terms,
-            entries=projection.real_rows,
-            first=start,
-            window=window,
-            find_shared=self._find_shared,
-            rewrite=self._rewrite,
-        )
 
     def _recompute(self, start: int, stop: int) -> Tensor:
         gradient = self._memory(start, stop)

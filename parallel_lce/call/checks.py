@@ -157,8 +157,9 @@ def check_tensors(options: Options, tensors: Tensors, layout: Layout) -> torch.S
         else:
             where = f" of each of {layout.ranks} sequence-parallel ranks" if layout.sequence_parallel else ""
             expected = f"have shape {size} for input {list(input.shape)}{where}, got"
-        batch_first = layout.sequence_parallel and len(leading) > 1
-        hint = ". If the second dimension is the sequence, pass sequence_dim=1" if batch_first else ""
+        hint = _hint_of_a_group() if options.sequence_parallel and layout.ranks == 1 else ""
+        if layout.sequence_parallel and len(leading) > 1:
+            hint = ". If the second dimension is the sequence, pass sequence_dim=1"
         raise ValueError(f"{name} must {expected} {list(value.shape)}{hint}")
     _check_selected(tensors, tokens)
     _check_shard(options, weight, layout)
@@ -286,6 +287,7 @@ def _check_shard(options: Options, weight: Tensor, layout: Layout) -> None:
     if size is not None and total is not None and size > total:
         raise ValueError(
             f"vocab_size={size} exceeds the {total} rows of linear_weight on {layout.ranks} rank(s) of {rows}"
+            f"{_hint_of_a_group() if layout.ranks == 1 else ''}"
         )
     if layout.ranks > 1 and not weight.is_cuda and dist.get_backend(layout.group) in NCCL_ALONE:
         raise ValueError(f"process_group communicates through nccl, but input is on {weight.device}")
@@ -307,14 +309,16 @@ def check_target(options: Options, target: Tensor | None, vocab_size: int | None
     outside = outside if mask is None else outside & mask
     if outside.any():
         position = int(outside.flatten().nonzero()[0])
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        forgotten = (
-            "" if alone else ". If linear_weight is a shard of the vocabulary, pass the process_group of all shards"
-        )
         raise OutsideVocabulary(
             f"target {int(target.flatten()[position])} at position {position} is outside [0, {vocab_size}) and is not "
-            f"{'-100' if options.kind == 'statistics' else 'ignore_index'}{forgotten}"
+            f"{'-100' if options.kind == 'statistics' else 'ignore_index'}{_hint_of_a_group()}"
         )
+
+
+def _hint_of_a_group() -> str:
+    """What a refusal says more where a shard may have been passed without its group."""
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    return "" if alone else ". If linear_weight is a shard of the vocabulary, pass the process_group of all shards"
 
 
 def known_vocab_size(rows: int, layout: Layout, vocab_start: int | None, vocab_size: int | None) -> int | None:

@@ -57,15 +57,6 @@ def tile_scaled(u, logit_map, token_scale, SCALED: tl.constexpr):
 
 
 @triton.jit
-def tile_logits(u, logit_map, token_scale, cap):
-    """The logits of :func:`tile_scaled`. ``cap``: of :func:`tile_caps`."""
-    u = tile_scaled(u, logit_map, token_scale, True)
-    if logit_map.softcap is not None:
-        u = softcapped(u, cap)
-    return u
-
-
-@triton.jit
 def entry_logits(u, bias, entry, hit, logit_map, r, inside):
     """The logits of the products ``u`` with the entries ``entry``. ``r``: the token of each, or one token of all."""
     if bias is not None:

@@ -18,7 +18,7 @@ from parallel_lce.core.selection import Selection
 from parallel_lce.kernels.arithmetic import add_product, exact_logit, finite_base, gradient_of_entry, largest_of, loaded
 from parallel_lce.kernels.epilogue import GradientTerms
 from parallel_lce.kernels.launch import Relaunched, hopper_or_later, next_power_of_2
-from parallel_lce.kernels.logit_map import entry_logits, scales_of, slope_of, tile_caps, tile_logits
+from parallel_lce.kernels.logit_map import entry_logits, scales_of, slope_of, softcapped, tile_caps, tile_scaled
 from parallel_lce.kernels.product import Product
 
 # Entries per step, most hidden elements per step, and warps. Measured on an H200 with D=4096: logits and dX with 1, 8
@@ -303,7 +303,9 @@ def lce_forward_target_logits(
         if bias is not None:
             sample += tl.load(bias + entry, mask=sampled, other=0.0).to(tl.float32)[None, :]
         caps = tile_caps(logit_map, r, valid)
-        sample = tile_logits(sample, logit_map, loaded(logit_map.token_scale, r, valid, 1.0), caps)
+        sample = tile_scaled(sample, logit_map, loaded(logit_map.token_scale, r, valid, 1.0), True)
+        if logit_map.softcap is not None:
+            sample = softcapped(sample, caps)
         top = tl.max(tl.where(sampled[None, :], sample, -float("inf")), 1)
         counted = sampled[None, :] & (sample > top[:, None] - _COUNTED)
         near = tl.sum(tl.where(counted & (tl.abs(sample) < _NEAR_ZERO), 1.0, 0.0), 1)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel_lce import neighbours
@@ -18,12 +19,12 @@ from parallel_lce.core import private
 _SKIPPED = os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep
 
 
-def warn(message: str, category: type[Warning]) -> None:
-    """Warn of the first line outside of this package and of PyTorch, where Python can find it."""
-    if sys.version_info >= (3, 12):
-        warnings.warn(message, category, skip_file_prefixes=_SKIPPED)
-    else:
-        warnings.warn(message, category, stacklevel=3)
+def warn(message: str, category: type[Warning], on_each_rank: bool = False) -> None:
+    """Warn, on the first rank, of the first line outside of this package and of PyTorch, where Python can find it."""
+    if not on_each_rank and dist.is_initialized() and dist.get_rank() > 0:
+        return
+    where: dict[str, Any] = {"skip_file_prefixes": _SKIPPED} if sys.version_info >= (3, 12) else {}
+    warnings.warn(message, category, **where)
 
 
 class Replacements(dict[tuple[Any, str], tuple[Any, Any]]):

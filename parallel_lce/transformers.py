@@ -59,7 +59,7 @@ class _Door:
     def say_use(self, source: Source, use: str) -> None:
         if source.grad:
             where = "beside its fused loss" if source.has_loss else "before its loss"
-            self.say(f"makes its logits {where}, since {use!r} wants them", where)
+            self.say(f"makes its logits {where}, since {use!r} wants them; an adapter's: merge it", where)
 
     @private.outside_graphs
     def loss(
@@ -185,7 +185,7 @@ def _deferred(layer: Any, hidden: Tensor, in_a_call: bool = False) -> DeferredLo
     weight, bias = (None, None) if in_a_call else (layer.weight, layer.bias)
     reason = why_no_product(weight, hidden)
     if call is not None and call.in_a_unit:
-        reason = "its output layer is in a unit of FSDP1, or of FSDP with more than the layer: fully_shard it alone"
+        reason = f"its output layer is in a unit of {call.in_a_unit}"
     elif not in_a_call and is_unit(layer):
         others = "hooks or a forward of its own, or the model's call has no labels"
         reason = f"its output layer gathers its weight for itself, and has {others}"
@@ -224,10 +224,12 @@ def _with_fields(kind: type, names: tuple[str, ...]) -> type:
 def _begun(model: Any, labels: Any, target: Any) -> SimpleNamespace:
     """What is known of a patched model's call. ``labels``, ``target``: as the model got them, and already shifted."""
     counted = LabelCount(labels if target is None else target, shifted=target is None)
-    call = SimpleNamespace(labelled=labels is not None, counted=counted, deferred=False, metrics={}, in_a_unit=False)
+    call = SimpleNamespace(labelled=labels is not None, counted=counted, deferred=False, metrics={}, in_a_unit="")
     for module in model.get_output_embeddings().modules():
-        if isinstance(module, (FSDPModule, FullyShardedDataParallel)) and not isinstance(module, Linear):
-            call.in_a_unit = True
+        if isinstance(module, FullyShardedDataParallel):
+            call.in_a_unit = "FSDP1: let its wrapping policy leave that layer out"
+        elif isinstance(module, FSDPModule) and not isinstance(module, Linear):
+            call.in_a_unit = "FSDP with more than the layer: fully_shard it alone"
     return call
 
 

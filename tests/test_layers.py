@@ -65,3 +65,13 @@ def test_no_module_imports_from_a_higher_layer():
         if name != "parallel_lce" and other != "parallel_lce" and layer_of(other) > layer_of(name)
     ]
     assert not up
+
+
+def test_no_door_guesses_at_its_neighbours():
+    words = "_getframe f_back f_locals inspect.stack walk_stack FunctionType( co_filename getsource argparse._"
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        assert not [word for word in (*words.split(), "import ast") if word in text], path
+        for function in ast.walk(ast.parse(text)):
+            if isinstance(function, ast.FunctionDef) and function.name in ("forward", "__call__"):
+                assert ".__class__ = " not in ast.unparse(function), (path, function.name)

@@ -212,6 +212,15 @@ def test_changed_models(member, change):
 
 
 @on_ranks(2)
+def test_the_output_layer_of_the_development_branch_is_fused(member):
+    more = lambda self, x, weight=None, gather=None, labels=None, **_: super(kind, self).forward(x, weight, gather)  # noqa: E731
+    kind = type("LinearCrossEntropyModule", (ColumnParallelLinear,), {"forward": more})
+    with mock.patch.object(tensor_parallel, "ColumnParallelLinear", kind):
+        side_by_side(member, Model(ranks=2), lambda model, data, ours: _trained(model, Model(ranks=2), data))
+        assert parallel_lce.megatron.explain(build(member, Model(ranks=2), switched(Model(ranks=2)))) == ["fused"]
+
+
+@on_ranks(2)
 def test_debug_mode_finds_a_change_of_one_rank(member):
     """Such as that of the padding rows, which the last rank has. Its loss has other collectives."""
     spec = Model(ranks=member.ranks)

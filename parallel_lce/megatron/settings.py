@@ -140,4 +140,4 @@ def say(words: str) -> None:
     if ranks.is_initialized():
         if ranks.get_data_parallel_rank(with_context_parallel=True) or ranks.get_tensor_model_parallel_rank():
             return
-    warn(f"parallel_lce: {words}", LogitsWarning)
+    warn(f"parallel_lce: {words}", LogitsWarning, on_each_rank=True)

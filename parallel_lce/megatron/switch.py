@@ -201,6 +201,9 @@ def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple,
     labels, mask = arguments.get(fusion.labels), arguments.get("loss_mask")
     patched = any(name == _LOSS for _, name in _replacements)
     fusion.wants_loss = patched and (isinstance(labels, Tensor) or fusion.labels not in fusion.parameters)
+    if fusion.wants_loss and fusion.reason is None and (reason := why_not_fused(model)) is not None:
+        fusion.refuse_changes(reason, model.training)
+        fusion.say(model.training, reason)
     if not patched or fusion.reason is not None or not fusion.settings.skip_masked or not isinstance(labels, Tensor):
         return None
     if isinstance(mask, Tensor) and fusion.scoring is None:

@@ -143,7 +143,7 @@ def test_every_statistic_may_be_changed_in_place(backend, device):
 
 
 def test_what_autograd_gets_beside_main_grad_is_cleared(device, kernels):
-    """In saved memory, of which a second backward runs."""
+    """In saved memory, of which a second backward runs. A forward adds nothing to main_grad."""
     t, found = small(device, N=48, V=200, D=8, dtype="bf16"), []
     total = torch.zeros_like(t.weight, dtype=torch.float32)
 
@@ -157,5 +157,8 @@ def test_what_autograd_gets_beside_main_grad_is_cleared(device, kernels):
         loss.backward(retain_graph=True)
         once = total.clone()
         loss.backward()
+        with shrunk(400 * 8):
+            options = options._replace(reduction="sum", logits_budget=0)
+            fused_loss(options, tensors, None, main_grad=MainGrad(total, placeholder))
     assert found[0].untyped_storage().nbytes() > found[0].nbytes, "it is in that memory"
     assert_close(total, 2 * once, rtol=0.01)

@@ -1,5 +1,4 @@
-"""The benchmarks on one device and over ranks: nothing wrong is timed, on whichever rank it is wrong; and each report's
-figures are what they are called. That of steps in transformers and torchtitan with stand-ins of them."""
+"""The benchmarks: nothing wrong is timed, on whichever rank it is wrong; each report's figures are what they say."""
 
 import json
 import math
@@ -14,7 +13,6 @@ import torch.distributed as dist
 
 pytest.importorskip("rich", reason="needs the benchmark's packages")
 pytest.importorskip("safetensors", reason="needs the benchmark's packages")
-
 
 import torchtitan_standin
 from benchmarks import __main__ as command

@@ -21,7 +21,6 @@ SHARDS = [*((starts, None) for starts in (*GAPS, *OVERLAPS)), ((0, 10, 20), 31)]
 
 
 @pytest.mark.parametrize(("starts", "vocab_size"), SHARDS, ids=str)
-@pytest.mark.thinned("starts", "backend")
 @on_ranks(3)
 def test_a_gap_or_an_overlap_gives_nan(member, starts, vocab_size, backend):
     where = dict(process_group=member.group, vocab_start=starts[member.rank], vocab_size=vocab_size)

@@ -98,9 +98,13 @@ def why_not_fused(model: Any) -> str | None:
         return "it was not fused when it was built; call fuse(model)"
     if fusion.reason is None and all(vars(each).get(MARK) is not fusion for each in head.modules()):
         return "its output layer was replaced since, or fused for another model; call fuse(model)"
-    if fusion.reason is None and (_language_module(), _LOSS) not in _replacements:
+    if fusion.reason is None and not _is_patched():
         return "unpatch() was called; call fuse(model)"
     return fusion.reason
+
+
+def _is_patched() -> bool:
+    return any(name == _LOSS for _, name in _replacements)
 
 
 def _fuse_one(model: Any, own: settings.Settings | None) -> None:
@@ -199,7 +203,7 @@ def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple,
     fusion: Fusion = vars(model)[MARK]
     arguments = {**dict(zip(fusion.positional, given)), **named}
     labels, mask = arguments.get(fusion.labels), arguments.get("loss_mask")
-    patched = any(name == _LOSS for _, name in _replacements)
+    patched = _is_patched()
     fusion.wants_loss = patched and (isinstance(labels, Tensor) or fusion.labels not in fusion.parameters)
     if fusion.wants_loss and fusion.reason is None and (reason := why_not_fused(model)) is not None:
         fusion.refuse_changes(reason, model.training)

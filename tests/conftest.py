@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
 
 
 def _other_release(item: pytest.Item) -> str:
-    return item.callspec.params["release"] if item.originalname == "test_other_releases" else ""
+    return item.callspec.params["release"] if item.originalname.startswith("test_other_releases") else ""
 
 
 def _left_out(items: list[pytest.Item], everything: bool) -> set[pytest.Item]:

@@ -77,7 +77,7 @@ def _loss(member, budget):
 
 
 @pytest.mark.parametrize("targets", [False, True])
-def test_without_a_gradient_of_the_target(targets, device, kernels):
+def test_a_target_without_a_gradient_has_its_entry_formed(targets, device, kernels):
     """The target has no code, and its entry is formed even so. Without targets every entry has one, the largest too."""
     x, weight, target, z = problem(device)
     target = target.clamp(min=0)
@@ -104,7 +104,7 @@ def gradient_of_weight(x, weight, target, upstream):
     return leaves[0].grad.double(), torch.autograd.grad(true, leaves[1], upstream.double())[0]
 
 
-def test_windows_of_another_tile_than_the_backwards(device, kernels):
+def test_windows_may_be_of_another_tile_than_the_backwards(device, kernels):
     """Hooks return a weight that TMA cannot address, whose tile is narrower."""
 
     def moved(t):
@@ -127,7 +127,7 @@ def test_windows_of_another_tile_than_the_backwards(device, kernels):
     assert (weight.grad.double() - leaf.grad).norm() <= 0.006 * leaf.grad.norm()
 
 
-def test_a_tie_of_huge_logits(device, kernels):
+def test_huge_logits_may_nearly_tie_with_the_target(device, kernels):
     """The target is smaller than the largest logit, by less than the roundings of a sum as large."""
     x = torch.cat([torch.eye(R), torch.ones(R, 1)], 1).to(device).bfloat16()
     weight = torch.zeros(V, R + 1, device=device, dtype=torch.bfloat16)
@@ -136,7 +136,7 @@ def test_a_tie_of_huge_logits(device, kernels):
     torch.testing.assert_close(found[301, :R], exact[301, :R], rtol=0.02, atol=0)
 
 
-def test_large_logits_of_small_gradients(device, kernels):
+def test_small_gradients_of_large_logits_are_kept(device, kernels):
     x, weight, target, _ = problem(device)
     weight, target = weight.clamp(min=-2, max=2) + 66, target.clamp(min=0)
     found, exact = gradient_of_weight(x, weight, target, torch.full((R,), 1e-12, device=device))
@@ -152,7 +152,7 @@ def test_a_bias_has_no_codes(device, kernels):
         assert not planned().codes
 
 
-def test_logits_that_are_not_finite(device, kernels):
+def test_logits_that_are_not_finite_stay_in_their_token(device, kernels):
     """NaN stays in its token. A window far below the others has no gradient, and one whose target alone is not."""
     x, weight, target, _ = problem(device)
     target[target < 512] += 100

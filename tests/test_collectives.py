@@ -148,7 +148,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
-def test_collectives_of_a_call(call, worlds, device):
+def test_a_call_has_the_expected_collectives_in_order(call, worlds, device):
     forward, backward = expected(call, device)
     everyone = worlds(call.ranks).run(_events, call)
     for rank, events in enumerate(everyone):

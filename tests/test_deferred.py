@@ -177,7 +177,7 @@ def test_every_use_has_the_answer_of_real_logits(use):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_around_the_layer(reentrant):
+def test_checkpoints_around_the_layer_change_nothing(reentrant):
     """And around the layer with its loss."""
     checkpoint = functools.partial(checkpoints.checkpoint, use_reentrant=reentrant)
     _compared(lambda layer, hidden: loss_of(checkpoint(layer, hidden))[0])
@@ -199,7 +199,7 @@ def test_a_loss_closes_its_logits_after_its_backward():
 
 @pytest.mark.parametrize("change", [lambda z: z, Tripled.apply])
 @pytest.mark.parametrize("frozen", ["weight", "hidden"])
-def test_frozen_operands(frozen, change):
+def test_frozen_operands_get_no_gradient(frozen, change):
     _compared(lambda layer, hidden: loss_of(change(layer(hidden)))[0], frozen)
 
 

@@ -104,7 +104,7 @@ CALLS = [
 @pytest.mark.parametrize(("dtype", "ranks", "split", "tail", "beta", "reduction", "backend", "scaled"), CALLS)
 @pytest.mark.parametrize("ignored", ["some", "all"])
 @on_ranks()
-def test_stored_log_probabilities(member, dtype, split, tail, beta, reduction, ignored, backend, scaled, kernels):
+def test_stored_log_probs_suffice(member, dtype, split, tail, beta, reduction, ignored, backend, scaled, kernels):
     """Beside the formula on all logits. Some entries of the student are excluded, unless the divergence were infinite
     then. The teacher of ignored tokens may say anything."""
     whole, stored = student(member.device, dtype), teacher(tail, member.device, dtype)
@@ -151,7 +151,7 @@ def test_stored_log_probabilities(member, dtype, split, tail, beta, reduction, i
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("kind", ["layer", "class", "renormalize"])
 @pytest.mark.thinned
-def test_a_student_close_to_its_teacher(dtype, distance, beta, kind, backend, device):
+def test_a_student_close_to_its_teacher_has_an_exact_divergence(dtype, distance, beta, kind, backend, device):
     """The divergence of a token is a difference that vanishes. Its error is far below that of torch's sum of q times
     the difference of two log-probabilities."""
     t = make(24, V, 32, dtype, sharpness=2.0)
@@ -178,8 +178,8 @@ def test_a_student_close_to_its_teacher(dtype, distance, beta, kind, backend, de
         assert (dx.double().cpu() - gradient).norm() <= 0.01 * gradient.norm()
 
 
-def test_a_student_close_to_its_teacher_in_a_mixture_with_a_small_share(backend, device):
-    test_a_student_close_to_its_teacher("bf16", 1e-2, 1e-5, "layer", backend, device)
+def test_a_student_close_to_its_teacher_has_an_exact_mixture_with_a_small_share(backend, device):
+    test_a_student_close_to_its_teacher_has_an_exact_divergence("bf16", 1e-2, 1e-5, "layer", backend, device)
 
 
 @pytest.mark.gpu

@@ -62,7 +62,7 @@ STRATEGIES = {
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.thinned
-def test_strategies(strategy, everything, dtype, worlds, backend, device):
+def test_every_strategy_keeps_the_errors(strategy, everything, dtype, worlds, backend, device):
     if device == "cuda" and (dtype == "fp32") != (backend == "torch"):
         pytest.skip("a GPU's are those of the backend that it takes by itself")
     c = replace(STRATEGIES[strategy], dtype=dtype, **(EVERYTHING if everything else {}))
@@ -92,14 +92,14 @@ KERNELS = [
 
 @pytest.mark.parametrize(("c", "factor"), KERNELS, ids=str)
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
-def test_blocks_pieces_and_shards(c, factor, worlds, backend, device):
+def test_blocks_pieces_and_shards_keep_the_errors(c, factor, worlds, backend, device):
     assert_holds(c, factor, backend, worlds, device)
 
 
 @pytest.mark.parametrize(
     ("limit", "budget"), [("triton_backward.PRODUCT_BYTES", 1 << 20), ("triton._PARTIAL_BYTES", 0)]
 )
-def test_products_of_some_rows(limit, budget, worlds, device, kernels):
+def test_products_of_some_rows_keep_the_errors(limit, budget, worlds, device, kernels):
     with mock.patch(f"parallel_lce.backends.{limit}", 1):
         assert_holds(of(1100, 300, 8, "bf16", budget=budget), 1.1, "triton", worlds, device)
 

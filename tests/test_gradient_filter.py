@@ -180,7 +180,7 @@ def test_masses_of_tokens_are_kept(slices, device):
     assert dx.abs().max() < 0.3 * p
 
 
-def test_tokens_without_a_unit(slices, device):
+def test_tokens_without_a_unit_reach_no_other_token(slices, device):
     """The gradients of tokens whose logits are all 0 reach no other token's."""
     x, weight, target = wide_problem(device=device)
     scale, temperature = torch.ones(N, device=device), torch.ones(N, device=device)
@@ -197,7 +197,7 @@ PARTLY_SAVED = N * 256 * 2 + 50_000
 
 
 @pytest.mark.parametrize("budget", [pytest.param(0, marks=pytest.mark.slow), PARTLY_SAVED])
-def test_a_second_backward(budget, slices, device):
+def test_a_second_backward_forms_what_the_first_has_overwritten(budget, slices, device):
     """What the first one has overwritten is formed anew. Both are filtered, or neither."""
     t = wide_problem(device=device)
     loss = linear_cross_entropy(*t, reduction="none", logits_budget=budget, gradient_filter=WIDE_EPS).sum()
@@ -210,7 +210,7 @@ def test_a_second_backward(budget, slices, device):
 
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 @on_ranks(2)
-def test_ranks(member, sequence_parallel):
+def test_ranks_filter_the_tiles_of_the_whole(member, sequence_parallel):
     """Shards of whole tiles have the tiles of the whole. One of the ranks may choose exact gradients."""
     x, weight, target = given = wide_problem(N=256, V=768, device=member.device)
     t = part(Tensors(x, weight, target), member, sequence_parallel)

@@ -24,7 +24,7 @@ def budget(request):
         yield request.param
 
 
-def test_the_z_loss_of_confident_tokens(budget, device):
+def test_the_z_loss_of_confident_tokens_keeps_its_gradient(budget, device):
     """Nothing but the z-loss is left of a target's gradient whose 1 - p is below fp32's roundings."""
     t = small(device, N=32, V=200, D=32)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_a_softcap_has_an_error_of_few_roundings(cap, backend, device):
     assert found[-1].isnan() and slope[-1].isnan()
 
 
-def test_a_soft_cap_and_a_temperature_whose_quotient_underflows(backend, device):
+def test_a_soft_cap_over_a_temperature_may_underflow(backend, device):
     t, hot = small(device), torch.full((24,), 1e30, device=device)
     linear_cross_entropy(t.x, t.weight, t.target, logit_softcap=1e-30, temperature=hot).backward()
     assert t.x.grad.isfinite().all()
@@ -141,7 +141,7 @@ def test_a_selected_id_beyond_32_bits_reaches_no_row_of_the_weight(backend, devi
     assert dweight.isfinite().all() and dweight.any(1).nonzero().flatten().tolist() == [5, 6]
 
 
-def test_sets_of_which_nothing_remains(backend, device):
+def test_sets_of_which_nothing_remains_have_no_gradient(backend, device):
     """Every log-probability is -inf and has no gradient, whether entries are excluded or outside the vocabulary. One
     that is NaN makes the token's others NaN, but those that are -inf."""
     x, weight, bias, _ = operands(device)
@@ -177,7 +177,7 @@ def test_no_log_probability_is_above_zero(name, device):
 
 
 @pytest.mark.parametrize("output", ["target_log_prob", "entropy"])
-def test_logits_that_are_recomputed_in_another_order(output, monkeypatch, device):
+def test_logits_may_be_recomputed_in_another_order(output, monkeypatch, device):
     """As products of other rows may be: a logit that can only be the largest is the largest."""
     logits, recomputed = torch_backend.logits, torch_backend.BlockBackward._recomputed
 
@@ -227,7 +227,7 @@ def test_a_sum_near_one_keeps_the_other_entries(budget, device):
 
 
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
-def test_a_mean_of_more_tokens_than_are_added_at_a_time(device, monkeypatch):
+def test_a_mean_of_more_tokens_than_are_added_at_a_time_is_exact(device, monkeypatch):
     triton, results = pytest.importorskip("triton"), pytest.importorskip("parallel_lce.kernels.results")
     if interpreted := device == "cpu":
         monkeypatch.setattr(results, "_SUMMED", triton.language.constexpr(64))

@@ -49,7 +49,7 @@ def _compare_on(member: Member, release: str, spec: Model) -> None:
 
 
 @pytest.mark.parametrize(("release", "spec"), of_other_releases([(s,) for s in specs(2, tp_of_pairs=1)]), ids=str)
-def test_other_releases(release, spec, worlds):
+def test_other_releases_train_as_stock(release, spec, worlds):
     worlds(spec.ranks, path_of(release)).run(_compare_on, release, spec)
 
 
@@ -59,7 +59,7 @@ UNITS = {"model": True, "tied": True, "layer": False}
 
 @pytest.mark.parametrize("unit", UNITS)
 @on_ranks(2)
-def test_fully_sharded_weights(member, unit):
+def test_fully_sharded_weights_are_fused_where_they_are_whole(member, unit):
     """The model's is whole until the loss, the layer's own within its call alone."""
     spec = Model(ranks=member.ranks, data=member.ranks, tied=unit == "tied")
 
@@ -106,7 +106,7 @@ def test_patch_refuses(options, message):
 
 
 @on_ranks(2)
-def test_settings_of_each_call(member):
+def test_each_call_has_the_settings_patched_last(member):
     """As patched last. The filter is not for entropies."""
     spec = Model(ranks=member.ranks)
     model, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
@@ -248,7 +248,7 @@ def _start(arguments: list[str]) -> None:
     runpy.run_module("parallel_lce.megatron", run_name="__main__", alter_sys=True)
 
 
-def test_an_unedited_script(tmp_path):
+def test_an_unedited_script_is_fused_by_its_arguments(tmp_path):
     """It reads "native", and its models are fused, since its arguments chose this package."""
     (tmp_path / "beside.py").touch()  # imported as scripts import what lies beside them
     script = os.path.relpath(tmp_path / "train.py")

@@ -77,7 +77,7 @@ CASES = [(name, False) for name in PATCHES] + [(name, True) for name in BEFORE]
 
 @pytest.mark.parametrize(("patch", "before"), CASES)
 @on_ranks(2)
-def test_patches(member, patch, before):
+def test_what_others_patch_has_stocks_answer(member, patch, before):
     spec = Model(ranks=member.ranks, sequence_parallel=True)
     around, within = [functools.partial(patched, *PATCHES[patch]), nullcontext][:: 1 if before else -1]
 
@@ -182,7 +182,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @on_ranks(2)
-def test_changed_models(member, change):
+def test_changed_models_have_stocks_answer(member, change):
     """Whatever makes real logits in training is named once, and by explain(). A call without labels asks for logits."""
     spec, (make, reason) = Model(ranks=member.ranks), CHANGES[change]
 

@@ -106,7 +106,7 @@ def test_log_probs_losses_and_gradients_are_those_of_stock_logits(member, how, b
 
 
 @on_ranks(2)
-def test_without_gradients(member):
+def test_scoring_without_gradients_saves_nothing(member):
     """Nothing is saved; and losses of other heads are computed where the model records them, in training, alone."""
     spec = Model(ranks=member.ranks, sequence_parallel=True, mtp=2)
 
@@ -124,7 +124,7 @@ def test_without_gradients(member):
 
 
 @pytest.mark.parametrize(("release", "how"), of_other_releases([("tied",), ("mamba",), ("half",), ("context",)]))
-def test_other_releases(release, how, worlds):
+def test_other_releases_score_as_stock(release, how, worlds):
     worlds(2, path_of(release)).run(_compare, how)
 
 

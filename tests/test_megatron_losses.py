@@ -41,7 +41,7 @@ def _truth(logits, target, training: bool, ignored: bool, z_loss=0.0, label_smoo
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("options", "how"), CASES)
 @on_ranks(2)
-def test_losses_of_the_settings(member, options, how, training):
+def test_losses_with_all_settings_are_those_of_the_formula(member, options, how, training):
     given = OPTIONS[options]
     spec = Model(ranks=member.ranks, sequence_parallel=True)
     model, data = build(member, spec, switched(spec)).double(), batch(0, spec, member.device)

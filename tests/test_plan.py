@@ -180,7 +180,7 @@ def assert_few_are_gathered(call: dict) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_codes_where_exponentials_do_not_fit(ranks):
+def test_codes_are_saved_where_exponentials_do_not_fit(ranks):
     """bf16 exponentials if they fit, else codes if they do, also in part; bf16 where most of them fit."""
     numbers = dict(hidden_size=4096, itemsize=2, ranks=ranks, gradients=BF16, codable=True, reuses_saved=True)
     call = partial(plan, 8192, 128256 // ranks, **numbers)

@@ -139,7 +139,7 @@ def _of_ids(member: Member, trainer: str, inference_only: bool, vocab_size):
     ("trainer", "ranks", "vocab_size"), [("NeMo", 1, V - 5), ("NeMo", 2, None), ("SkyRL", 1, None), ("SkyRL", 2, None)]
 )
 @pytest.mark.parametrize("inference_only", [False, True])
-def test_log_probs_of_a_range_of_ids(inference_only, trainer, ranks, vocab_size, worlds, device):
+def test_log_probs_of_a_range_of_ids_are_the_trainers(inference_only, trainer, ranks, vocab_size, worlds, device):
     """NeMo-RL's function and SkyRL's. Outside of the vocabulary the value is 0, and there SkyRL's has the gradient of
     -lse. NeMo-RL's gives each rank dX of its tokens; SkyRL's the rank's part, in the dtype of the hidden states."""
     parts = everywhere(worlds, device, ranks, _of_ids, trainer, inference_only, vocab_size)

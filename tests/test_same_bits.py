@@ -57,7 +57,7 @@ def assert_equal(found, base, rows=slice(None), names=NAMES) -> None:
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("stride", [0, 1, 8])
 @pytest.mark.thinned
-def test_the_layout_of_the_weight(offset, stride, device, kernels):
+def test_the_layout_of_the_weight_changes_no_bit(offset, stride, device, kernels):
     """TMA cannot load rows that begin anywhere, and another tile would sum a logit in another order."""
     x, weight, target, options = problem(torch.device(device), 48, 1000)
     # NumPy, which the interpreter sums with, rounds by how memory is aligned.
@@ -71,7 +71,7 @@ def test_the_layout_of_the_weight(offset, stride, device, kernels):
         assert torch.equal(*losses)
 
 
-def test_the_largest_logit_of_top_k(device, kernels):
+def test_the_largest_logit_of_top_k_has_the_bits_of_the_maximum(device, kernels):
     """It comes from another projection of the token."""
     x, weight = (normal(rows, 200, seed=rows).to(device, torch.bfloat16) for rows in (40, 300))
     with chosen_backend("triton"):
@@ -80,7 +80,7 @@ def test_the_largest_logit_of_top_k(device, kernels):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
-def test_the_tokens_and_the_memory_around_it(name, device, kernels):
+def test_the_tokens_and_the_memory_around_a_token_change_no_bit(name, device, kernels):
     given, device = dict(CASES[name]), torch.device(device)
     R, V = (600, 5000) if device.type == "cuda" else (72, 300)
     x, weight, target, options = problem(device, R, V, **given)
@@ -114,7 +114,7 @@ def test_the_tokens_and_the_memory_around_it(name, device, kernels):
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.thinned
 @on_ranks()
-def test_the_shards_of_the_vocabulary(member, name, kernels):
+def test_the_shards_of_the_vocabulary_change_no_bit(member, name, kernels):
     """Even and uneven ones that begin at an even id, and a part of the sequence on each rank."""
     given = dict(CASES[name])
     R, V = (640, 5000) if member.device.type == "cuda" else (32, 600)

@@ -428,7 +428,7 @@ def test_a_step_never_waits_and_is_captured_and_replayed_on_other_data(call, wor
 
 @ON_GPUS
 @pytest.mark.parametrize("call", ON_ONE, ids=str)
-def test_graphs_of_the_compiler(call, device):
+def test_graphs_of_the_compiler_leave_nothing_out(call, device):
     """``mode="reduce-overhead"``: the compiler's own graphs leave out what they do not know of."""
     torch._dynamo.reset()
     step = Step(alone(device), call, GRAPH_SIZE)

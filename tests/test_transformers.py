@@ -258,7 +258,7 @@ def test_zero3_gathers_the_output_layer_in_the_loss(kind, how):
 @pytest.mark.parametrize("eval_logits", [True, False])
 @RELEASES
 @on_releases()
-def test_evaluation(member, release, eval_logits):
+def test_evaluation_is_as_before_patch(member, release, eval_logits):
     """In eval mode, in tuples and in generation a patched model is as before."""
     model = model_of(release, "capped").eval()
     own, given, ids = copy.deepcopy(model), batch(1), batch(1)["input_ids"]
@@ -276,7 +276,7 @@ def test_evaluation(member, release, eval_logits):
 
 @RELEASE_ALONE
 @on_releases()
-def test_the_lines_of_the_page(member, release):
+def test_the_lines_of_the_page_give_one_loss(member, release):
     """Each block gives one loss."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "transformers.md").read_text(), re.M | re.S)
     names = {"model": model_of(release, "plain").train(), "batch": batch(1), "torch": torch}
@@ -286,7 +286,7 @@ def test_the_lines_of_the_page(member, release):
 
 
 @pytest.mark.parametrize(("given", "environment", "budget"), [(None, "", 128 << 20), (None, "4096", None), (0, "9", 0)])
-def test_the_budget(given, environment, budget, monkeypatch):
+def test_the_budget_is_the_arguments_or_the_environments(given, environment, budget, monkeypatch):
     """Without an argument it is the environment's, else 128 MiB."""
     monkeypatch.setenv(BUDGET_VARIABLE, environment)
     model, ids = patch(CausalLM(9, 4).train(), logits_budget=given), torch.ones(1, 3).long()
@@ -295,7 +295,7 @@ def test_the_budget(given, environment, budget, monkeypatch):
     assert called.call_args.kwargs["logits_budget"] == budget
 
 
-def test_refusals():
+def test_other_models_and_options_are_refused():
     layer, model = torch.nn.Linear(3, 3), CausalLM(9, 4)
     with pytest.raises(ValueError, match="must be a causal language model of transformers, got a Linear"):
         patch(layer)
@@ -319,7 +319,7 @@ def test_refusals():
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @RELEASE_ALONE
 @on_releases()
-def test_its_trainer(member, release, smoothing):
+def test_its_trainer_makes_logits_for_smoothed_labels_alone(member, release, smoothing):
     """Its metrics by argmax make no logits, its smoothed labels do, said once."""
     from transformers import Trainer, TrainingArguments
 

@@ -199,8 +199,8 @@ class DTensorAdapter:
     def _check_shape(self, name: str, value: Tensor, whole: list[int], trailing: bool) -> None:
         """``whole``: shape of the hidden states of all sequence-parallel ranks."""
         if list(value.shape[:-1] if trailing else value.shape) != whole[:-1]:
-            more = " and one dimension more" if trailing else ""
-            raise ValueError(f"{name} must have shape {whole[:-1]}{more} for input {whole}, got {list(value.shape)}")
+            expected = f"{whole[:-1]}{' and one dimension more' if trailing else ''} for the whole input {whole}"
+            raise ValueError(f"{name} must have shape {expected}, got {list(value.shape)}")
 
     def _local(self, name: str, value: Any, placements: list, gradient: list) -> Tensor:
         """The local tensor of a DTensor with these placements."""

@@ -148,9 +148,9 @@ def test_placements_and_sizes_that_do_not_fit_are_refused(member):
         (placed(x, WHOLE, WHOLE, mesh=square), "input .*use one mesh"),
         ({b: whole[b]}, "linear_weight is a DTensor .*, and linear_bias is not: pass DTensors for both"),
         (placed(b, ROWS, part=last), rf"linear_bias \[{V - 1}\] must have one entry per row of .* \[{V}, 16\]"),
-        (placed(y, SECOND, part=EARLY), r"target must have shape \[4, 8\] for input \[4, 8, 16\], got \[4, 7\]"),
+        (placed(y, SECOND, part=EARLY), r"target must have shape \[4, 8\] for the whole input .*16\], got \[4, 7\]"),
         (plain | placed(y, WHOLE), r"target is a DTensor: pass target.to_local\(\)"),
-        (second, r"target must have shape \[4, 16\] for input \[4, 16, 16\], got \[4, 8\]"),
+        (second, r"target must have shape \[4, 16\] for the whole input \[4, 16, 16\], got \[4, 8\]"),
         (second | {x: whole[x][0]}, r"input must be \[b, S/P, ..., D\] for sequence_dim=1, got \[8, 16\]"),
         (plain | dict(process_group=square), "one-dimensional DeviceMesh or None, got DeviceMesh of 2 dimensions"),
     ):

@@ -178,7 +178,6 @@ def test_every_use_has_the_answer_of_real_logits(use):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_around_the_layer_change_nothing(reentrant):
-    """And around the layer with its loss."""
     checkpoint = functools.partial(checkpoints.checkpoint, use_reentrant=reentrant)
     _compared(lambda layer, hidden: loss_of(checkpoint(layer, hidden))[0])
     _compared(lambda layer, hidden: checkpoint(lambda x: loss_of(layer(x))[0], hidden))

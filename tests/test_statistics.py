@@ -13,21 +13,22 @@ from tools import on_ranks, shrunk, small, statistics
 @pytest.mark.parametrize("ranks", [1, 3])
 @on_ranks()
 def test_the_lowest_of_equals_comes_first(member, backend):
-    """Every logit is 1 or 0, of three of the six tokens at a time, and in shards that are not in the order of ranks."""
-    x = torch.ones(2, 3, 4, device=member.device)
+    """Every logit is 1 or 0, but one token's NaN, of three of six tokens at a time, in shards in another order."""
+    x = torch.tensor([torch.nan, *[1.0] * 5], device=member.device).view(2, 3, 1).repeat(1, 1, 4)
     shard = torch.zeros(40, 4, device=member.device)
     shard[[7, 30]] = 0.25
     where = dict(process_group=member.group, vocab_start=40 * (member.ranks - 1 - member.rank))
     with shrunk(320):
         found = statistics(x, shard, None, top_k=8, **where)
-    assert found.top_logits.shape == found.top_ids.shape == (2, 3, 8) and (found.argmax == 7).all()
-    expected = {1: [7, 30, 0, 1, 2, 3, 4, 5], 3: [7, 30, 47, 70, 87, 110, 0, 1]}[member.ranks]
-    assert found.top_ids[1, 2].tolist() == expected
+    assert found.top_logits[0, 0].isnan().all() and (found.top_ids[0, 0] == -1).all()
+    assert found.argmax.tolist() == [[-1, 7, 7], [7, 7, 7]] and found.top_logits.shape == (2, 3, 8)
+    others = [0, 1, 2, 3, 4, 5] if member.ranks == 1 else [47, 70, 87, 110, 0, 1]
+    assert found.top_ids[1, 2].tolist() == [7, 30, *others]
     assert found.top_logits[1, 2].tolist() == [1.0] * 2 * member.ranks + [0.0] * (8 - 2 * member.ranks)
     if member.ranks > 1:  # shards of fewer entries than are asked for, all of which lie below 0
         where["vocab_start"] = 3 * (member.ranks - 1 - member.rank)
         found = statistics(-x, shard[:3] + 0.25, None, top_k=8, **where)
-        assert (found.top_logits == -1).all() and found.top_ids[1, 2].tolist() == [*range(8)]
+        assert (found.top_logits[1] == -1).all() and found.top_ids[1, 2].tolist() == [*range(8)]
     assert largest(torch.tensor([[-0.0, 0.0, -1.0]]), torch.arange(3)[None], 2)[1].tolist() == [[0, 1]]
 
 

@@ -74,8 +74,12 @@ def fused_class(kind: type, fused: type) -> type:
         return kind
     if kind is fused.__bases__[-1]:
         return fused
+    made_by = {"_made_by": (fused_class, kind, fused)}
+    if kind.__name__ == f"Parametrized{kind.__bases__[0].__name__}":  # PyTorch undoes it by this class and its base
+        own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+        return type(kind.__name__, (fused_class(kind.__bases__[0], fused),), own | made_by)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind, fused), {**names, "_made_by": (fused_class, kind, fused)})
+    return type(kind.__name__, (kind, fused), names | made_by)
 
 
 def unfuse(module: Any) -> None:

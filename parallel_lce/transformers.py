@@ -32,8 +32,7 @@ from parallel_lce.run.token_count import LabelCount
 _Model = TypeVar("_Model", bound=nn.Module)
 _DOOR = "_parallel_lce"
 _NO_ONE_GRAPH = "parallel_lce breaks the graph where it fuses a loss: leave fullgraph at False, or unpatch(model)"
-# Within a patched model's forward: its labels' count, whether its output layer is in a unit of FSDP with more than the
-# layer, whether the loss got deferred logits, and the metrics.
+# Within a patched model's forward: its labels' count, whether the loss got deferred logits, and the metrics.
 _running: ContextVar[SimpleNamespace | None] = ContextVar("_running", default=None)
 
 
@@ -47,6 +46,8 @@ class _Door:
     def __init__(self, name: str, accuracy: bool, metrics: bool, eval_logits: bool, options: dict[str, Any]) -> None:
         self.name, self.token_accuracy, self.token_metrics, self.eval_logits = name, accuracy, metrics, eval_logits
         self.options, self.said = options, dict[str, str]()
+        # The output layer's unit of FSDP, if that is of more than the layer. A checkpoint asks for it in backward.
+        self.in_a_unit = ""
 
     def __deepcopy__(self, memo: dict) -> _Door:
         return self  # also that of a copy of the output layer alone, as PEFT makes one
@@ -181,11 +182,11 @@ def _door_of(module: nn.Module) -> _Door | None:
 def _deferred(layer: Any, hidden: Tensor, in_a_call: bool = False) -> DeferredLogits | None:
     """The deferred logits of this call; None if it must make real ones, for a reason that is said. ``in_a_call``: the
     loss is computed in a further call of the layer, where its weight is whole."""
-    door, call = vars(layer)[_DOOR], _running.get()
+    door = vars(layer)[_DOOR]
     weight, bias = (None, None) if in_a_call else (layer.weight, layer.bias)
     reason = why_no_product(weight, hidden)
-    if call is not None and call.in_a_unit:
-        reason = f"its output layer is in a unit of {call.in_a_unit}"
+    if door.in_a_unit:
+        reason = f"its output layer is in a unit of {door.in_a_unit}"
     elif not in_a_call and is_unit(layer):
         others = "hooks or a forward of its own, or the model's call has no labels"
         reason = f"its output layer gathers its weight for itself, and has {others}"
@@ -221,22 +222,22 @@ def _with_fields(kind: type, names: tuple[str, ...]) -> type:
 
 
 @private.outside_graphs
-def _begun(model: Any, labels: Any, target: Any) -> SimpleNamespace:
+def _begun(door: _Door, model: Any, labels: Any, target: Any) -> SimpleNamespace:
     """What is known of a patched model's call. ``labels``, ``target``: as the model got them, and already shifted."""
     counted = LabelCount(labels if target is None else target, shifted=target is None)
-    call = SimpleNamespace(labelled=labels is not None, counted=counted, deferred=False, metrics={}, in_a_unit="")
+    door.in_a_unit = ""
     for module in model.get_output_embeddings().modules():
         if isinstance(module, FullyShardedDataParallel):
-            call.in_a_unit = "FSDP1: let its wrapping policy leave that layer out"
+            door.in_a_unit = "FSDP1: let its wrapping policy leave that layer out"
         elif isinstance(module, FSDPModule) and not isinstance(module, Linear):
-            call.in_a_unit = "FSDP with more than the layer: fully_shard it alone"
-    return call
+            door.in_a_unit = "FSDP with more than the layer: fully_shard it alone"
+    return SimpleNamespace(labelled=labels is not None, counted=counted, deferred=False, metrics={})
 
 
 @functools.partial(private.outside_graphs, reason=_NO_ONE_GRAPH, calls_too=False)
 def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, **named: Any) -> Any:
     """A patched model's forward: its labels are counted before, and its metrics put into the output after it."""
-    call = _begun(model, named.get("labels"), named.get("shift_labels"))
+    call = _begun(door, model, named.get("labels"), named.get("shift_labels"))
     token = _running.set(call)
     try:
         output = forward(model, *arguments, **named)

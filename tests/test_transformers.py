@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -159,6 +160,7 @@ UNITS = {  # the kind of the model, and what is around it or its output layer
     "FSDP2, with the norm, as accelerate": ("plain", _as_accelerate),
     "FSDP2, with a hook and no more": ("plain", functools.partial(_of_fsdp2, wrap=_with_a_hook)),
     "FSDP2, derived and no more": ("plain", _of_fsdp2),
+    "FSDP2, with more, a checkpoint": ("plain", functools.partial(_of_fsdp2, wrap=checkpoint_wrapper)),
 }
 
 
@@ -259,7 +261,6 @@ def test_zero3_gathers_the_output_layer_in_the_loss(kind, how):
 @RELEASES
 @on_releases()
 def test_evaluation_is_as_before_patch(member, release, eval_logits):
-    """In eval mode, in tuples and in generation a patched model is as before."""
     model = model_of(release, "capped").eval()
     own, given, ids = copy.deepcopy(model), batch(1), batch(1)["input_ids"]
     patch(model, eval_logits=eval_logits)
@@ -277,7 +278,6 @@ def test_evaluation_is_as_before_patch(member, release, eval_logits):
 @RELEASE_ALONE
 @on_releases()
 def test_the_lines_of_the_page_give_one_loss(member, release):
-    """Each block gives one loss."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "transformers.md").read_text(), re.M | re.S)
     names = {"model": model_of(release, "plain").train(), "batch": batch(1), "torch": torch}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # Trainer makes a folder
@@ -287,7 +287,6 @@ def test_the_lines_of_the_page_give_one_loss(member, release):
 
 @pytest.mark.parametrize(("given", "environment", "budget"), [(None, "", 128 << 20), (None, "4096", None), (0, "9", 0)])
 def test_the_budget_is_the_arguments_or_the_environments(given, environment, budget, monkeypatch):
-    """Without an argument it is the environment's, else 128 MiB."""
     monkeypatch.setenv(BUDGET_VARIABLE, environment)
     model, ids = patch(CausalLM(9, 4).train(), logits_budget=given), torch.ones(1, 3).long()
     with mock.patch.object(door, "linear_cross_entropy", wraps=door.linear_cross_entropy) as called:
@@ -320,7 +319,6 @@ def test_other_models_and_options_are_refused():
 @RELEASE_ALONE
 @on_releases()
 def test_its_trainer_makes_logits_for_smoothed_labels_alone(member, release, smoothing):
-    """Its metrics by argmax make no logits, its smoothed labels do, said once."""
     from transformers import Trainer, TrainingArguments
 
     model, results = model_of(release, "plain"), []

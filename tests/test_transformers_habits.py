@@ -93,12 +93,14 @@ def of_torch_func(model, given, patch):
 
 
 def parametrized(model, given, patch):
-    """Draws once in a call."""
+    """Draws once in a call. In the end it is merged."""
     noise = nn.Identity()
     noise.forward = lambda weight: weight + torch.randn_like(weight)
-    nn.utils.parametrize.register_parametrization(patch(model).lm_head, "weight", noise)
+    nn.utils.parametrize.register_parametrization(model.lm_head, "weight", noise)
     torch.manual_seed(3)
-    return trained(model, given, lambda out: out["logits"] + 0), torch.rand(1)
+    found = trained(patch(model), given, lambda out: out["logits"] + 0)
+    nn.utils.parametrize.remove_parametrizations(model.lm_head, "weight")
+    return found, torch.rand(1)
 
 
 def replaced(owner, name):

@@ -181,7 +181,6 @@ def test_masses_of_tokens_are_kept(slices, device):
 
 
 def test_tokens_without_a_unit_reach_no_other_token(slices, device):
-    """The gradients of tokens whose logits are all 0 reach no other token's."""
     x, weight, target = wide_problem(device=device)
     scale, temperature = torch.ones(N, device=device), torch.ones(N, device=device)
     scale[::7], scale[1::7], temperature[2::7] = 0.0, 1e-38, torch.inf

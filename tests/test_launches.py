@@ -224,7 +224,6 @@ def test_threads_compile_a_kernel_once_and_hold_it(driver):
 
 @pytest.mark.gpu
 def test_a_call_runs_on_a_device_that_is_not_the_current_one():
-    """Triton launches on the current device unless it is told."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, and there are {torch.cuda.device_count()}")
     found = []

@@ -107,7 +107,6 @@ def test_patch_refuses(options, message):
 
 @on_ranks(2)
 def test_each_call_has_the_settings_patched_last(member):
-    """As patched last. The filter is not for entropies."""
     spec = Model(ranks=member.ranks)
     model, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
     given = data.tokens, data.positions, data.mask, data.labels

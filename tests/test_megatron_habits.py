@@ -2,7 +2,6 @@
 answer with the switch, too. What they do to logits anywhere is in test_deferred.py."""
 
 import functools
-import os
 from contextlib import nullcontext
 from unittest import mock
 
@@ -21,7 +20,7 @@ from measures import assert_close
 from megatron_models import HIDDEN, Model, batch, build, losses_of
 from megatron_training import side_by_side, switched
 from parallel_lce.megatron import token_log_probs, unpatch
-from tools import on_ranks
+from tools import debug_mode, on_ranks
 from transformers_models import warned
 
 
@@ -232,8 +231,10 @@ def test_debug_mode_finds_a_change_of_one_rank(member):
 
     model.output_layer.register_forward_hook(without_padding)
     said = """function: rank 0 has "Megatron's output layer", rank 1 has "Megatron's own loss, of real logits"$"""
-    with mock.patch.dict(os.environ, PARALLEL_LCE_DEBUG="1"), pytest.raises(ValueError, match=said):
-        losses_of(model, spec, batch(0, spec, member.device))
+    for z_loss, words in (0.0, said), (0.1, "z_loss=0.1 needs a fused loss, and this one is not: an in-place change"):
+        parallel_lce.megatron.patch(z_loss=z_loss)
+        with debug_mode(), pytest.raises((ValueError, RuntimeError), match=words):
+            losses_of(model, spec, batch(0, spec, member.device))
 
 
 @on_ranks(2)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_lce.call import debug
+from parallel_lce.call.checks import public
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64
 from parallel_lce.core.plan import default_budget, lean_budget
@@ -72,6 +73,12 @@ def with_fused_loss(own: Any) -> Any:
             if fusion is not None and fusion.asked:
                 fusion.refuse_changes(fusion.reason, self.training)
             return own(self, labels, logits, *others, **named)
+        return loss_of(self, fusion, labels, logits, model_group(self), *others, **named)
+
+    @public  # what one rank refuses the others raise in debug mode
+    def loss_of(
+        self: Any, fusion: Fusion, labels: Tensor, logits: Any, tp_group: Any, *others: Any, **named: Any
+    ) -> Any:
         scoring, chosen, deferred = fusion.scoring, fusion.settings, isinstance(logits, DeferredLogits)
         scores = scoring if scoring and labels is scoring.labels else None
         if scoring and not (scores or self.training or torch.is_grad_enabled()):
@@ -95,13 +102,13 @@ def with_fused_loss(own: Any) -> Any:
                 fusion.say(self.training, reason)
         if deferred:
             logits = logits.real(THE_LOSS)
-        group = model_group(self)
-        if by_choice or not (self.config.cross_entropy_loss_fusion or is_global_group(group)):
-            losses = swapped(vocab_parallel_cross_entropy(logits, labels.transpose(0, 1), tp_group=group))
+        if by_choice or not (self.config.cross_entropy_loss_fusion or is_global_group(tp_group)):
+            losses = swapped(vocab_parallel_cross_entropy(logits, labels.transpose(0, 1), tp_group=tp_group))
         else:
-            layout = Layout.of(group, False)
+            layout = Layout.of(tp_group, False)
             if debug.enabled() and layout.ranks > 1:  # is the loss fused on another rank?
                 debug.agree(layout, "Megatron's own loss, of real logits", {})
+            debug.state.awaited = False
             losses = own(self, labels, logits, *others, **named)
         return losses.masked_fill(labels == NO_LABEL, 0.0) if chosen.skip_masked else losses
 

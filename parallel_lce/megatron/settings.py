@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from parallel_lce.call import debug
 from parallel_lce.core.options import Options, check_flag
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.patching import warn
@@ -125,6 +126,7 @@ class Fusion:
         """Before real logits are made: a call that scores labels is refused; else training is warned of, once for a
         reason, on one of the ranks that have the output layer."""
         if (scoring := self.scoring) is not None:
+            debug.state.awaited = True  # the other ranks' losses begin with an exchange
             raise RuntimeError(f"{scoring.function} makes no logits: {reason}")
         words = f"training makes the whole logits, which need not exist: {reason}"
         if training and torch.is_grad_enabled() and words not in self.said:

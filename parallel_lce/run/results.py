@@ -81,7 +81,7 @@ class TokenStatistics:
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> TokenStatistics:
         """The same with every per-token field changed."""
-        values: dict[str, Any] = {**vars(self)}
+        values: dict[str, Any] = {name: getattr(self, name) for name in NAMES}
         for name, value in values.items():
             of_sets = name == "selected_log_prob" and value is not None and value.dim() == self.lse.dim()  # [E]
             if value is not None and name != "vocab_size" and not of_sets:

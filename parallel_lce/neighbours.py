@@ -21,9 +21,12 @@ MEGATRON = {
     "copy_to_tensor_model_parallel_region LinearWithGradAccumulationAndAsyncCommunication LinearWithFrozenWeight",
     "megatron.core.models.common.language_module.language_module": "fused_vocab_parallel_cross_entropy",
     f"{_LAYERS}:ColumnParallelLinear": "forward",  # and its _forward_impl
-    f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication": "forward backward",
+    f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication": "forward backward apply",
+    f"{_LAYERS}:LinearWithFrozenWeight": "forward backward apply",
     _LOSS: "VocabParallelCrossEntropy _VocabParallelCrossEntropy",
-    f"{_LOSS}:_VocabParallelCrossEntropy": "forward backward",
+    f"{_LOSS}:_VocabParallelCrossEntropy": "forward backward apply",
+    f"{_LOSS}:VocabParallelCrossEntropy": "calculate_logits_max calculate_predicted_logits calculate_gradients "
+    "calculate_cross_entropy_loss prepare_gradient_calculation_operands",
 }
 
 

@@ -60,7 +60,7 @@ class _Door:
     def say_use(self, source: Source, use: str) -> None:
         if source.grad:
             where = "beside its fused loss" if source.has_loss else "before its loss"
-            self.say(f"makes its logits {where}, since {use!r} wants them; an adapter's: merge it", where)
+            self.say(f"makes its logits {where}, since {use!r} wants them; merge an adapter that does so", where)
 
     @private.outside_graphs
     def loss(

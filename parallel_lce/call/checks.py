@@ -316,7 +316,7 @@ def check_target(options: Options, target: Tensor | None, vocab_size: int | None
 
 
 def _hint_of_a_group() -> str:
-    """What a refusal says more where a shard may have been passed without its group."""
+    """What a refusal adds where a shard may have been passed without its group."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     return "" if alone else ". If linear_weight is a shard of the vocabulary, pass the process_group of all shards"
 

@@ -20,6 +20,7 @@ from measures import assert_close
 from megatron_models import HIDDEN, Model, batch, build, losses_of
 from megatron_training import side_by_side, switched
 from parallel_lce.megatron import token_log_probs, unpatch
+from parallel_lce.patching import unfuse
 from tools import debug_mode, on_ranks
 from transformers_models import warned
 
@@ -90,8 +91,6 @@ def test_what_others_patch_has_stocks_answer(member, patch, before):
 
 
 class _Adapter(torch.nn.Module):
-    """As of LoRA."""
-
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -173,6 +172,7 @@ CHANGES = {
     "another shape": (_resize, "is a Parameter [56, 32]; use a plain one of [48, 32]"),
     "a bias": (_with_a_bias, None),
     "no sum": (lambda model: setattr(model.output_layer, "disable_grad_reduce", True), "disable_grad_reduce=False"),
+    "stock": (lambda m: unfuse(m.output_layer) or vars(m.output_layer).pop("_parallel_lce", 0), "was replaced since"),
     "detached": (_detach(False), None),
     "detached and sharded": (_detach(True), "fully sharded"),
     "sharded once more": (_shard_once_more, "fully sharded"),
@@ -221,9 +221,8 @@ def test_the_output_layer_of_the_development_branch_is_fused(member):
 
 @on_ranks(2)
 def test_debug_mode_finds_a_change_of_one_rank(member):
-    """Such as that of the padding rows, which the last rank has. Its loss has other collectives."""
     spec = Model(ranks=member.ranks)
-    model = build(member, spec, switched(spec))
+    model, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
 
     def without_padding(layer, inputs, output):
         if member.rank == 1:
@@ -234,7 +233,9 @@ def test_debug_mode_finds_a_change_of_one_rank(member):
     for z_loss, words in (0.0, said), (0.1, "z_loss=0.1 needs a fused loss, and this one is not: an in-place change"):
         parallel_lce.megatron.patch(z_loss=z_loss)
         with debug_mode(), pytest.raises((ValueError, RuntimeError), match=words):
-            losses_of(model, spec, batch(0, spec, member.device))
+            losses_of(model, spec, data)
+    with debug_mode(), pytest.raises((ValueError, RuntimeError), match="token_log_probs makes no logits: '__set"):
+        token_log_probs(model, data.tokens, data.positions, data.mask, data.labels)
 
 
 @on_ranks(2)

@@ -75,7 +75,7 @@ def fused_class(kind: type, fused: type) -> type:
     if kind is fused.__bases__[-1]:
         return fused
     made_by = {"_made_by": (fused_class, kind, fused)}
-    if kind.__name__ == f"Parametrized{kind.__bases__[0].__name__}":  # PyTorch undoes it by this class and its base
+    if private.is_parametrized(kind):
         own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
         return type(kind.__name__, (fused_class(kind.__bases__[0], fused),), own | made_by)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}

@@ -15,8 +15,6 @@ Cross-entropies: :func:`token_losses`. Statistics, with the maximum M, p = softm
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -82,8 +80,7 @@ def without_factor(coefficients: Coefficients) -> Coefficients:
         factor = (1.0 if factor is None else factor) / coefficients.divisor
     if factor is None:
         return coefficients
-    scaled: Any = [c if c is None else (c * factor).masked_fill_(c == 0, 0.0) for c in coefficients[:6]]
-    return Coefficients(*scaled)
+    return coefficients.each(lambda c: (c * factor).masked_fill_(c == 0, 0.0))
 
 
 def sum_of_weights(target: Tensor, token_weight: Tensor | None, ignore_index: int | None, dtype: torch.dtype) -> Tensor:

@@ -160,7 +160,8 @@ class Piece:
         self.fp16_unscale: Tensor | None = None
         # Per-token factors and target gradients, computed with the first slice. None before.
         self._tokens: TokenGradients | None = None
-        self.has_targets = task.target is not None and coefficients.beta is not None
+        # [R]; None if the logits of targets need no gradient of their own.
+        self.target = None if coefficients.beta is None else task.target
         saved_entries = 0 if self._saved is None else self._saved.exponentials.shape[1]
         # Only where all rows keep their exponentials the kernels take a factor.
         if self._rewrite or saved_entries < projection.real_rows or task.filter is not None:
@@ -175,24 +176,23 @@ class Piece:
         vocab_slice = self._formed(start, stop)
         gradient = vocab_slice.gradient
         if selection is not None:
-            target = self._task.target if self.has_targets else None
-            write_selected(gradient, start, selection, target, self.terms)
+            write_selected(gradient, start, selection, self.target, self.terms)
         if self._task.filter is not None:
             vocab_slice.products = self._task.filter(self, start, gradient, vocab_slice.dx_factor)
         return vocab_slice
 
     def _formed(self, start: int, stop: int) -> Slice:
         """The slice without the selected entries."""
-        saved, real, target = self._saved, self.projection.real_rows, self._task.target if self.has_targets else None
+        saved, real = self._saved, self.projection.real_rows
         if saved is not None and start < saved.exponentials.shape[1]:
             gradient = saved.exponentials if saved.exponentials.shape[1] == stop else saved.exponentials[:, :stop]
         else:
             saved, gradient = None, self._recompute(start, stop)
-        if self._tokens is None and (saved is not None or target is not None):
+        if self._tokens is None and (saved is not None or self.target is not None):
             self._tokens = tokens = token_gradients(
                 gradient,
                 saved,
-                target,
+                self.target,
                 self.terms,
                 entries=real,
                 first=start,
@@ -201,7 +201,7 @@ class Piece:
                 rewrite=self._rewrite,
             )
             return Slice(start, stop, gradient, tokens.dx_factor, tokens.dw_factor)
-        if target is not None:
+        if self.target is not None:
             write_targets(gradient, start, self.targets, self.terms.fp16_scale)
         return Slice(start, stop, gradient, None, None)
 
@@ -240,7 +240,7 @@ class Piece:
         """Write ``dx`` of the piece's ``rows [start, stop)``. ``source``: dX summed over all slices, not yet multiplied
         by ``dx_factor``."""
         targets, terms = self.targets, None
-        if self.has_targets:
+        if self.target is not None:
             weight = some_rows(self.projection.weight, 0, self.projection.real_rows)
             terms = some_rows(targets.target, *rows), some_rows(targets.residual, *rows), weight
         factor = self.fp16_unscale if dx_factor is None else some_rows(dx_factor, *rows)
@@ -248,7 +248,7 @@ class Piece:
 
     def add_targets(self, total: Tensor, x: Tensor, start: int) -> None:
         """Add the targets' terms of dW to ``total``, the shard's rows from ``start`` on."""
-        if self.has_targets:
+        if self.target is not None:
             add_targets(total, start, self.targets, x)
 
 
@@ -335,7 +335,7 @@ class BlockBackward:
             self._task.scratch.release()
         if dx is not None and total is not None:
             for piece in self._pieces:
-                if total is not dx.memory or piece.has_targets or piece.fp16_unscale is not None:
+                if total is not dx.memory or piece.target is not None or piece.fp16_unscale is not None:
                     rows = total[piece.rows]
                     piece.finish_rows(rows, None, (0, len(rows)), dx.memory[piece.rows])
         self._dx_written = True
@@ -352,7 +352,7 @@ class BlockBackward:
         weight = self._weight_of(vocab_slice)
         self._dx_written = True
         dx = dx[piece.rows] if len(self._pieces) > 1 else dx
-        plain = vocab_slice.dx_factor is None and piece.fp16_unscale is None and not piece.has_targets
+        plain = vocab_slice.dx_factor is None and piece.fp16_unscale is None and piece.target is None
         if plain and vocab_slice.products is None:
             vocab_slice.add_hidden(dx, weight, slice(0, dx.shape[0]), overwrite=True)
             return

@@ -157,7 +157,7 @@ def check_tensors(options: Options, tensors: Tensors, layout: Layout) -> torch.S
         else:
             where = f" of each of {layout.ranks} sequence-parallel ranks" if layout.sequence_parallel else ""
             expected = f"have shape {size} for input {list(input.shape)}{where}, got"
-        hint = _hint_of_a_group() if options.sequence_parallel and layout.ranks == 1 else ""
+        hint = _hint_of_a_group(layout.ranks) if options.sequence_parallel else ""
         if layout.sequence_parallel and len(leading) > 1:
             hint = ". If the second dimension is the sequence, pass sequence_dim=1"
         raise ValueError(f"{name} must {expected} {list(value.shape)}{hint}")
@@ -287,7 +287,7 @@ def _check_shard(options: Options, weight: Tensor, layout: Layout) -> None:
     if size is not None and total is not None and size > total:
         raise ValueError(
             f"vocab_size={size} exceeds the {total} rows of linear_weight on {layout.ranks} rank(s) of {rows}"
-            f"{_hint_of_a_group() if layout.ranks == 1 else ''}"
+            f"{_hint_of_a_group(layout.ranks)}"
         )
     if layout.ranks > 1 and not weight.is_cuda and dist.get_backend(layout.group) in NCCL_ALONE:
         raise ValueError(f"process_group communicates through nccl, but input is on {weight.device}")
@@ -315,9 +315,9 @@ def check_target(options: Options, target: Tensor | None, vocab_size: int | None
         )
 
 
-def _hint_of_a_group() -> str:
-    """What a refusal adds where a shard may have been passed without its group."""
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
+def _hint_of_a_group(ranks: int = 1) -> str:
+    """What a refusal adds where a shard may have been passed without its group. ``ranks``: of the call."""
+    alone = ranks > 1 or not dist.is_initialized() or dist.get_world_size() == 1
     return "" if alone else ". If linear_weight is a shard of the vocabulary, pass the process_group of all shards"
 
 

@@ -106,8 +106,7 @@ def outside_selective_checkpoints(function: F) -> F:
 
     @functools.wraps(function)
     def call(*given: Any) -> Any:
-        modes = _get_current_dispatch_mode_stack()
-        if not modes or not any([isinstance(mode, _SELECTIVE_CHECKPOINTS) for mode in modes]):
+        if not any(isinstance(mode, _SELECTIVE_CHECKPOINTS) for mode in _get_current_dispatch_mode_stack()):
             return function(*given)
         with _disable_current_modes():
             return function(*given)
@@ -218,6 +217,11 @@ def comes_from(hook: Any, *beginnings: str) -> bool:
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The module's own, without those of its submodules."""
     return module._parameters
+
+
+def is_parametrized(kind: type[nn.Module]) -> bool:
+    """Whether torch.nn.utils.parametrize has derived this class. It undoes that by the class and its first base."""
+    return kind.__name__ == f"Parametrized{kind.__bases__[0].__name__}"
 
 
 # Beginnings of the names of the modules whose functions are FSDP's hooks.

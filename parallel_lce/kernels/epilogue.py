@@ -142,17 +142,19 @@ def finish_tile(
             inside = (r < rows)[:, None] & (c < entries)[None, :]
             tl.store(epilogue.logits + r.to(tl.int64)[:, None] * epilogue.logits_stride + c[None, :], z, mask=inside)
         e, top = store_partials(z, position, epilogue.partials, MASKED)
-        if epilogue.rounded_sums is not None:
-            rounded = tl.sum(rounded_to_bf16(e), 1)
-            tl.store(epilogue.rounded_sums + window.to(tl.int64) * rows + r, rounded, mask=r < rows)
         if epilogue.codes is not None:
             return encoded(e, top, row_values[2], position, epilogue.codes, epilogue.target is not None)
         else:
             if SAVED_SCALE != 1.0:
                 e *= (SAVED_SCALE / largest_of(top))[:, None]
+            saved = e
+            if epilogue.rounded_sums is not None:
+                saved = rounded_to_bf16(e)
+                rounded = tl.sum(saved, 1)
+                tl.store(epilogue.rounded_sums + window.to(tl.int64) * rows + r, rounded, mask=r < rows)
             if epilogue.flat is not None:
-                e = flattened(e, row_values[1][:, None])
-            return e
+                saved = flattened(e, row_values[1][:, None])
+            return saved
 
 
 @triton.jit

@@ -41,8 +41,8 @@ from parallel_lce.kernels.results import Results, of_kernel, store_losses, store
 _NO_ENTRY, _ONE_LARGE_ENTRY = tl.constexpr(NO_ENTRY), tl.constexpr(ONE_LARGE_ENTRY)
 # A logit whose exponential counts beside no other. Its exponential is a normal number.
 _LEAST = tl.constexpr(-80.0)
-# Merge of windows: tokens per program (whole 64-byte sectors, and enough programs for few tokens), windows per step.
-_MERGE_ROWS, _MERGE_WINDOWS = 16, 128
+# Merge of windows: tokens per program (whole 32-byte sectors, and enough programs for few tokens), windows per step.
+_MERGE_ROWS, _MERGE_WINDOWS = 8, 128
 # Merge of ranks: most elements of a tile, and most tokens of a tile.
 _RANKS_TILE, _RANKS_ROWS = 1024, 128
 
@@ -241,27 +241,29 @@ def _merge_kernel(
     """
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = r < rows
-    top = tl.full((BLOCK_R,), -float("inf"), tl.float32)
-    broken = tl.zeros((BLOCK_R,), tl.int32)
+    # Sums over slices are tiles until the end: a reduction in the loop would stop all warps.
+    tops = tl.full((BLOCK_W, BLOCK_R), -float("inf"), tl.float32)
+    any_nan = tl.zeros((BLOCK_W, BLOCK_R), tl.int32)
     for first in range(0, num_slices, BLOCK_W):
         w = first + tl.arange(0, BLOCK_W)
         inside = (w < num_slices)[:, None] & valid[None, :]
         m = tl.load(slices.max + _offsets(w, stride, r), mask=inside, other=-float("inf"))
-        broken = tl.maximum(broken, tl.max((m != m).to(tl.int32), 0))
-        top = tl.maximum(top, tl.max(tl.where(m != m, -float("inf"), m), 0))
+        any_nan |= (m != m).to(tl.int32)
+        tops = tl.maximum(tops, tl.where(m != m, -float("inf"), m))
+    top, broken = tl.max(tops, 0), tl.max(any_nan, 0)
     base = finite_base(top)
     slope, common = slope_and_reference(top)
     own = at_max(base, slope, common)
-    off_zero = tl.zeros((BLOCK_R,), tl.int32)
-    sum_exp = tl.zeros((BLOCK_R,), tl.float64)
-    target = tl.zeros((BLOCK_R,), tl.float32)
-    total = tl.zeros((BLOCK_R,), tl.float64)
-    shifted = tl.zeros((BLOCK_R,), tl.float64)
-    weighted = tl.zeros((BLOCK_R,), tl.float64)
-    squared = tl.zeros((BLOCK_R,), tl.float64)
-    saved_sum = tl.zeros((BLOCK_R,), tl.float64)
-    rounded_sum = tl.zeros((BLOCK_R,), tl.float64)
-    argmax = tl.full((BLOCK_R,), _NO_ENTRY, tl.int32)
+    off_zero = tl.zeros((BLOCK_W, BLOCK_R), tl.int32)
+    sum_exp = tl.zeros((BLOCK_W, BLOCK_R), tl.float64)
+    target = tl.zeros((BLOCK_W, BLOCK_R), tl.float32)
+    total = tl.zeros((BLOCK_W, BLOCK_R), tl.float64)
+    shifted = tl.zeros((BLOCK_W, BLOCK_R), tl.float64)
+    weighted = tl.zeros((BLOCK_W, BLOCK_R), tl.float64)
+    squared = tl.zeros((BLOCK_W, BLOCK_R), tl.float64)
+    saved_sum = tl.zeros((BLOCK_W, BLOCK_R), tl.float64)
+    rounded_sum = tl.zeros((BLOCK_W, BLOCK_R), tl.float64)
+    argmax = tl.full((BLOCK_W, BLOCK_R), _NO_ENTRY, tl.int32)
     target_id = tl.full((BLOCK_R,), -1, tl.int64)
     if targets is not None:
         target_id = tl.load(targets + r, mask=valid, other=-1)
@@ -286,35 +288,37 @@ def _merge_kernel(
         if RANKS:
             factor *= largest_of(m).to(tl.float64)
         else:
-            off_zero = tl.maximum(off_zero, tl.max((inside & (reference != 0.0)).to(tl.int32), 0))
+            off_zero |= (inside & (reference != 0.0)).to(tl.int32)
         # A slice of only -inf adds nothing. If it also has NaN, its sum is NaN and must reach the result.
         factor = tl.where(missing & (s == 0.0), 0.0, factor)
-        sum_exp += tl.sum(s * factor, 0)
+        sum_exp += s * factor
         if rounded is not None:
             is_saved = inside & (w * rounded.width < rounded.saved)[:, None]
-            saved_sum += tl.sum(tl.where(is_saved, s * factor, 0.0), 0)
+            saved_sum += tl.where(is_saved, s * factor, 0.0)
             its_rounded = tl.load(rounded.sums + here, mask=is_saved, other=0.0).to(tl.float64)
-            rounded_sum += tl.sum(tl.where(is_saved, its_rounded * factor, 0.0), 0)
+            rounded_sum += tl.where(is_saved, its_rounded * factor, 0.0)
         if slices.target is not None:
-            target += tl.sum(tl.load(slices.target + here, mask=inside, other=0.0), 0)
+            target += tl.load(slices.target + here, mask=inside, other=0.0)
         if slices.shifted is not None:
             column = _wide(slices.shifted, low.shifted, here, inside)
-            shifted += tl.sum(tl.where(inside, column + real.to(tl.float64)[:, None] * finite_base(m), 0.0), 0)
+            shifted += tl.where(inside, column + real.to(tl.float64)[:, None] * finite_base(m), 0.0)
         if slices.total is not None:
-            total += tl.sum(_wide(slices.total, low.total, here, inside), 0)
+            total += _wide(slices.total, low.total, here, inside)
         if slices.weighted is not None:
             column = _wide(slices.weighted, low.weighted, here, inside)
             # Far below the maximum the factor is 0. The bound keeps the other operand finite.
             below_max = tl.where(missing, 0.0, tl.maximum(m.to(tl.float64) - base[None, :], LOWEST_SHIFT))
-            weighted += tl.sum((column + s * below_max) * factor, 0)
+            weighted += (column + s * below_max) * factor
         if slices.squared is not None:
-            squared += tl.sum(_wide(slices.squared, low.squared, here, inside) * factor * factor, 0)
+            squared += _wide(slices.squared, low.squared, here, inside) * factor * factor
         if slices.argmax is not None:
             ids = tl.load(slices.argmax + here, mask=inside, other=0.0).to(tl.int32, bitcast=True)
             ids = tl.where(inside & (m == top[None, :]) & (ids != _NO_ENTRY), ids + start, _NO_ENTRY)
-            argmax = tl.minimum(argmax, tl.min(ids, 0))
+            argmax = tl.minimum(argmax, ids)
     to_max = 1.0 / largest_of(top).to(tl.float64)
-    sum_exp *= to_max
+    sum_exp = tl.sum(sum_exp, 0) * to_max
+    target, total, shifted = tl.sum(target, 0), tl.sum(total, 0), tl.sum(shifted, 0)
+    weighted, squared = tl.sum(weighted, 0), tl.sum(squared, 0)
     broken = broken != 0
     here = merged + r
     largest = top
@@ -347,7 +351,7 @@ def _merge_kernel(
     if SQUARED > 0:
         squares = _store_wide(squared * to_max * to_max + nan, here, merged_stride, valid, SQUARED, OF_SQUARED)
     if ARGMAX > 0:
-        argmax = tl.where(broken, _NO_ENTRY, argmax)
+        argmax = tl.where(broken, _NO_ENTRY, tl.min(argmax, 0))
         if RANKS:
             argmax = tl.where(matching, argmax, _NO_ENTRY)
         tl.store(here + ARGMAX * merged_stride, argmax.to(tl.float32, bitcast=True), mask=valid)
@@ -359,13 +363,14 @@ def _merge_kernel(
             sums = (below_max, sum_of_logits, below, squares)
             store_statistics(results, token, (top, exp_sum, target, argmax), sums, count)
     if rounded is not None:
-        others, others_rounded = saved_sum * to_max, rounded_sum * to_max
+        others, others_rounded = tl.sum(saved_sum, 0) * to_max, tl.sum(rounded_sum, 0) * to_max
+        is_plain = tl.max(off_zero, 0) == 0
         if targets is not None:
             z = tl.where(hit & (target_id < rounded.saved), target, -float("inf"))
             e = exponential_from(z, base).to(tl.float64)
             others -= e
             others_rounded -= e * _rounding_of(z, rounded)
-        tl.store(rounded.mass + r, _mass(others, others_rounded, sum_exp, off_zero == 0), mask=valid)
+        tl.store(rounded.mass + r, _mass(others, others_rounded, sum_exp, is_plain), mask=valid)
 
 
 @functools.cache

@@ -52,9 +52,7 @@ def adapted(
 class DTensorAdapter:
     """How a call's tokens and results are placed, from the placements of its tensors; plain ones change nothing."""
 
-    def __init__(
-        self, options: Options, tensors: Tensors, group: dist.ProcessGroup | None, reduction: str | None
-    ) -> None:
+    def __init__(self, options: Options, tensors: Tensors, group: Any, reduction: str | None) -> None:
         # After `enter` the options and the group of the call, from the placements.
         self.options, self.group, self._reduction = options, group, reduction
         self._input, self._weight = tensors.input, tensors.linear_weight
@@ -76,6 +74,8 @@ class DTensorAdapter:
             self.mesh = self._weight.device_mesh
             self._place_weight()
             split = self._split()
+            if sequence_parallel and split is None and self._tp is not None and self.mesh.size(self._tp) > 1:
+                raise ValueError(f"sequence_parallel=True, and {_placed('input', self._input)}: shard it or omit it")
             sequence_parallel, sequence_dim = split is not None, split or 0
             self._place_tokens()
         self.options = self.options._replace(sequence_parallel=sequence_parallel, sequence_dim=0)
@@ -89,11 +89,8 @@ class DTensorAdapter:
         others = dict(selected=self.per_token("selected", tensors.selected, trailing=True))
         for name in ("target", "token_weight", "logit_scale", "temperature"):
             others[name] = self.per_token(name, getattr(tensors, name))
-        weight = self.weight("linear_weight", self._weight)
-        bias = self.weight("linear_bias", tensors.linear_bias)
+        weight, bias = self.weight("linear_weight", self._weight), self.weight("linear_bias", tensors.linear_bias)
         return tensors._replace(input=hidden, linear_weight=weight, linear_bias=bias, **others)
-
-    # --- the placements ---
 
     def _place_weight(self) -> None:
         """Find the mesh dimension that shards the weight, its group, and this rank's first id."""
@@ -214,8 +211,6 @@ class DTensorAdapter:
             value = value.redistribute(placements=placements)
         return value.to_local(grad_placements=gradient)
 
-    # --- results ---
-
     def loss(self, value: Tensor) -> Any:
         """A call's loss, as the user expects it."""
         if self._reduction == "none":
@@ -239,14 +234,12 @@ class DTensorAdapter:
     def _as_dtensor(self, value: Tensor, placements: list, shape: tuple[int, ...] = ()) -> Any:
         from torch.distributed.tensor import DTensor
 
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            value.contiguous(), self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-        )
+        whole = torch.empty(shape, device="meta")
+        of_whole: Any = dict(shape=whole.shape, stride=whole.stride())
+        return DTensor.from_local(value.contiguous(), self.mesh, placements, run_check=False, **of_whole)
 
 
-_CHANGES_NOTHING = DTensorAdapter(Options(""), Tensors(None, None), None, None)
-"""Of calls on plain tensors."""
+_CHANGES_NOTHING = DTensorAdapter(Options(""), Tensors(None, None), None, None)  # of calls on plain tensors
 
 
 def _shards(placement: Any, dims: Iterable[int | None]) -> bool:

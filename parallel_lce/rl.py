@@ -123,6 +123,8 @@ def from_parallel_hidden_states_to_logprobs(
             of = f"tensor_parallel_hidden_states {list(hidden.shape)} of each of {ranks} rank(s)"
             raise ValueError(f"{name} must be [B, S] = {expected} for {of}, got {list(value.shape)}")
     if isinstance(mask, Tensor):
+        if mask.dtype != torch.bool:
+            raise ValueError(f"mask must be torch.bool, got {described(mask)}")
         mask = mask.t()
     options = Options("token_statistics", sequence_parallel=True, vocab_size=vocab_size, logits_budget=logits_budget)
     tensors = Tensors(hidden, output_weight_layer, target.roll(-1, -1).t(), bias)
@@ -180,7 +182,7 @@ def _of_ids(
         given = "a DTensor: pass weight.to_local()" if is_dtensor(weight) else described(weight)
         raise ValueError(f"weight must be [V/P, D], got {given}")
     if not (type(start) is type(end) is int and 0 <= start <= end <= start + len(weight)):
-        bounds = f"vocab_start_index={shortened(start)} to vocab_end_index={shortened(end)}"
+        bounds = f"vocab_start_index={shortened(start)} to vocab_end_index={shortened(end)}, of type int"
         raise ValueError(f"weight has {len(weight)} rows, which do not fit the ids from {bounds}")
     if isinstance(bias, Tensor) and bias.shape == weight.shape[:1]:
         bias = bias[: end - start]

@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from parallel_lce.call import debug
+from parallel_lce.call.checks import described, public
 from parallel_lce.modules import LinearCrossEntropy
 
 
@@ -25,12 +27,14 @@ class LinearCrossEntropyParallel(ParallelStyle):
         use_local_output: True: the loss is a plain tensor, the same on every rank. False: a DTensor.
 
     Raises:
-        ValueError: another module. In a call: another placement, or a weight that no style has sharded.
+        ValueError: another module, or no placement. In a call: another placement, or a weight that is not sharded.
     """
 
     def __init__(self, *, input_layouts: Placement | None = None, use_local_output: bool = True) -> None:
         super().__init__()
         self.input_layouts = Replicate() if input_layouts is None else input_layouts
+        if not isinstance(self.input_layouts, Placement):
+            raise ValueError(f"input_layouts must be one placement, as Shard(1), got {input_layouts!r}")
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -38,11 +42,13 @@ class LinearCrossEntropyParallel(ParallelStyle):
             given = f"{type(module).__name__}; if it wraps one, as torch.compile does, apply the plan before"
             raise ValueError(f"this style is for parallel_lce.LinearCrossEntropy, and this module is a {given}")
 
+        @public
         def with_placements(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            debug.state.group = device_mesh.get_group()
             hidden = args[0] if args else kwargs.get("input")
             weight = args[1] if len(args) > 1 else kwargs.get("linear_weight")
-            if isinstance(weight, Tensor) and not isinstance(weight, DTensor):
-                raise ValueError("linear_weight is plain: the plan needs the output layer, too, with ColwiseParallel()")
+            if not isinstance(weight, DTensor):
+                raise ValueError(f"linear_weight must be a DTensor, got {described(weight)}: use ColwiseParallel()")
             if isinstance(hidden, Tensor) and not isinstance(hidden, DTensor):
                 hidden = DTensor.from_local(hidden, device_mesh, (self.input_layouts,), run_check=False)
                 args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"input": hidden})

@@ -2,8 +2,7 @@
 ``compile_kernels.py CAPABILITY [once]``, since Triton must not be in its interpreter's mode; ``once`` compiles each
 kernel for the first of its calls. All calls take minutes. Prints, in JSON, the version of Triton, which PYTHONPATH
 may choose, and what each kernel takes: bytes of stack, which are registers spilled, and of shared memory. ``plain``: as
-kernel_calls.py has it. Every launch must say whether a product and a sum are fused, since Triton 3.10 changes the
-default.
+kernel_calls.py has it.
 """
 
 import functools

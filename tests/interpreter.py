@@ -1,5 +1,4 @@
-"""Triton's interpreter, made to round as GPUs do, so that one bound serves for both; and without work that shows
-nothing, which took most of its time.
+"""Triton's interpreter, made to round as GPUs do, so that one bound serves for both; and without idle work.
 
 By itself it cuts fp32 off to bf16 where a GPU rounds to nearest, and its maximum with NaN is NaN.
 """

@@ -1,6 +1,8 @@
 """Ranks whose calls differ: a result of NaN where their messages show it, and in debug mode an error on every rank that
 names the difference. test_faults.py has messages of other sizes."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -9,7 +11,7 @@ import parallel_lce
 from calls import D, N, V, call, calls, good
 from cases import make, part
 from parallel_lce import backends
-from parallel_lce.call import prepare
+from parallel_lce.call import debug, prepare
 from parallel_lce.core.collectives import checksum_of
 from parallel_lce.core.options import Options
 from parallel_lce.distillation import divergence
@@ -280,4 +282,6 @@ def test_equal_values_pass(member):
     numbers = torch.arange(N, device=member.device).to((torch.int64, torch.float32, torch.bfloat16)[member.rank])
     with debug_mode(), torch.device("meta"):  # whatever a program makes by default
         assert call(call_ | same).item() == plain.item() == 0
+        with patch.object(debug, "_gathered", wraps=debug._gathered) as exchanges:
+            assert call(call_ | dict(counted_tokens=N - 1)).item() == 0 and exchanges.call_count == 1
         assert call(call_ | dict(token_weight=numbers)).isfinite()

@@ -19,7 +19,7 @@ import parallel_lce
 from cases import normal
 from parallel_lce.distillation import divergence, top_k_divergence
 from releases import ROOT
-from tools import fields, on_ranks, shrunk, upstream
+from tools import debug_mode, fields, on_ranks, shrunk, upstream
 from world import mesh_of
 
 WHOLE, ROWS, SECOND = Replicate(), Shard(0), Shard(1)
@@ -140,6 +140,7 @@ def test_placements_and_sizes_that_do_not_fit_are_refused(member):
         ({w: whole[w]}, r"input is a DTensor: pass input.to_local\(\)"),
         (dict(process_group=own), "process_group=.*, and linear_weight .*: leave it out"),
         (dict(vocab_start=0), "vocab_start=0, and linear_weight .*: leave it out"),  # on every rank
+        (dict(sequence_parallel=True), "sequence_parallel=True, and input is .*: shard it or omit it"),
         (dict(vocab_size="V"), "vocab_size must be None or a number of entries"),
         (dict(vocab_size=V + 1), f"vocab_size={V + 1} exceeds the {V} rows of linear_weight"),
         (dict(reduce_hidden_grad=False) | split, "reduce_hidden_grad=False cannot be combined"),
@@ -265,13 +266,16 @@ def test_a_parallel_style_gives_the_body_the_sum_over_ranks_of_dx(member, layout
 @on_ranks(2)
 def test_a_style_refuses(member):
     style, mesh = parallel_lce.LinearCrossEntropyParallel(use_local_output=False), mesh_of(member.device.type, (2,), TP)
+    with pytest.raises(ValueError, match=r"one placement, as Shard\(1\), got \(Shard"):
+        parallel_lce.LinearCrossEntropyParallel(input_layouts=(Shard(1),))
     with pytest.raises(ValueError, match=r"is for parallel_lce.LinearCrossEntropy, and this module is a Linear"):
         parallelize_module(nn.Linear(2, 2), mesh, style)
     model, whole = Model(member.device), problem(device=member.device)
     parallelize_module(model, mesh, {"head": ColwiseParallel(), "loss": style})
     assert model(whole["input"], whole["target"]).placements == (WHOLE,)
-    with pytest.raises(ValueError, match="linear_weight is plain: the plan needs the output layer, too"):
-        model.loss(whole["input"], model.head.weight.to_local(), whole["target"])
+    weight = model.head.weight.to_local() if member.rank else model.head.weight
+    with debug_mode(), pytest.raises(ValueError, match="linear_weight must be a DTensor, got .*: use Colw"):
+        model.loss(whole["input"], weight, whole["target"])
 
 
 @pytest.mark.parametrize(("sequence_parallel", "reshard"), [(False, True), (True, False)])

@@ -1,7 +1,4 @@
-"""Hazards of numbers, in either backend: underflow, -inf, finite masks, soft-caps, cancellation, NaN, fp16.
-
-Logits far below the maximum have probability 0, also if a whole window, shard or token has no other.
-"""
+"""Hazards of numbers, in either backend: underflow, -inf, finite masks, soft-caps, cancellation, NaN, fp16."""
 
 import pytest
 import torch

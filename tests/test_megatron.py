@@ -272,6 +272,7 @@ def test_the_launcher_refuses_in_words(monkeypatch):
     for arguments in ([], ["--help"], ["--lr", "1"]):
         with pytest.raises(SystemExit, match=r"SCRIPT.py(.|\n)*--parallel-lce-z-loss Z_LOSS"):
             launcher.main(arguments)
-    with pytest.raises(SystemExit, match="error: z_loss must be"):
-        launcher.main(["--parallel-lce-z-loss", "-1", "script.py"])
+    for script, words in (("no.py", "no such script: no.py"), (__file__, "z_loss must be")):
+        with pytest.raises(SystemExit, match=f"error: {words}"):
+            launcher.main(["--parallel-lce-z-loss", "-1", script])
     assert started.path == ["first"]  # as with `python -P SCRIPT`

@@ -3,8 +3,7 @@ CUDA graphs, without waiting for the device.
 
 Whatever waits too little reads what is not there yet, or what is there no more. Every repetition of a delayed step
 finds other data in the same memory. Its inputs are overwritten as soon as backward has returned, and the memory that
-the call has freed is filled with NaN. An undisturbed run gives the expected bits: each of its collectives is over
-before the next line runs.
+the call has freed is filled with NaN.
 """
 
 import random

@@ -4,8 +4,8 @@ every rank.
 An error on one rank alone leaves the others in their collective until the group's timeout. In debug mode a call begins
 with an exchange. Each rank sends the function that it runs and, by name, the values that must be equal on all ranks;
 or, if it refuses its arguments, its reason. Every rank raises if a rank refused, or if anything differs. There are
-further exchanges before hidden states of counted tokens are gathered, after the function of a ``token_loss``, before
-each DTensor is redistributed, before each backward, and in Megatron's door.
+further exchanges after the function of a ``token_loss``, before each DTensor is redistributed, before each backward,
+and in Megatron's door.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class _State(threading.local):
     group: dist.ProcessGroup | None = None
     # What the next exchange compares, too, by name.
     others: Mapping[str, object] = {}
+    # V, if the ranks have compared a call on all tokens: the call on the counted ones need not be compared again.
+    vocab_size: int | None = None
 
 
 state = _State()
@@ -116,6 +118,9 @@ def agree(
 
 def check_together(options: Options, tensors: Tensors, layout: Layout, gradients: GradientTraits | None) -> int:
     """Debug mode: raise ``ValueError`` unless all ranks make the same call. Returns V."""
+    if state.vocab_size is not None:
+        vocab_size, state.vocab_size = state.vocab_size, None
+        return vocab_size
     hidden, weight = tensors.input, tensors.linear_weight
     shard = Shard.of(weight.shape[0], layout, options.vocab_start, options.vocab_size)
     shards: list[Part] = [(shard.start, shard.rows, fingerprint(weight[: shard.real_rows]))]

@@ -69,8 +69,8 @@ def lce_backward_divergence(
         if STUDENT:
             mean = tl.load(of_row + _MEAN * rows)
     cap = caps_of(logit_map, row, True)
-    total = 0.0
-    student_mean = 0.0
+    total = tl.zeros((_BLOCK,), tl.float32)
+    student_mean = tl.zeros((_BLOCK,), tl.float32)
     for first in range(0, entries, _BLOCK):
         column = first + tl.arange(0, _BLOCK)
         valid = column < entries
@@ -97,9 +97,9 @@ def lce_backward_divergence(
                 terms = _term(p, of_p, r)
             else:
                 terms = beta * _term(q, of_q, r) + rest * _term(p, of_p, r)
-            total += tl.sum(tl.where(valid, terms, 0.0), 0)
+            total += tl.where(valid, terms, 0.0)
             if STUDENT:
-                student_mean += tl.sum(tl.where(valid & (p != 0.0), p * of_p, 0.0), 0)
+                student_mean += tl.where(valid & (p != 0.0), p * of_p, 0.0)
         if gradient is not None:
             g = tl.where(p != 0.0, p * (of_p - mean), 0.0) if STUDENT else p - q
             if logit_map.softcap is not None:
@@ -108,8 +108,8 @@ def lce_backward_divergence(
             g = tl.where(times != 0.0, g * times, 0.0)
             tl.store(gradient + here, g.to(gradient.dtype.element_ty), mask=valid)
     if sums is not None:
-        tl.store(sums + row, total)
-        tl.store(sums + rows + row, student_mean)
+        tl.store(sums + row, tl.sum(total, 0))
+        tl.store(sums + rows + row, tl.sum(student_mean, 0))
 
 
 def divergence(student, teacher, numbers, beta, factor, logit_map, sums, gradient) -> None:

@@ -20,7 +20,9 @@ from parallel_lce.megatron import switch
 
 
 def _flag(text: str) -> bool:
-    return bool(int(text))
+    if text not in ("0", "1"):
+        raise argparse.ArgumentTypeError(f"must be 0 or 1, got {text!r}")
+    return text == "1"
 
 
 _OPTIONS = {
@@ -36,14 +38,16 @@ _OPTIONS = {
 
 def main(arguments: list[str]) -> None:
     settings, sys.argv, switch.fuses_native = _parsed(arguments)
+    script = Path(sys.argv[0])
+    if not script.is_file():
+        sys.exit(f"error: no such script: {script}")
     if not sys.flags.safe_path:  # as `python SCRIPT` does; `python -m` put the current folder there
-        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+        sys.path[0] = str(script.resolve().parent)
     try:
         check_choice()
         switch.patch(**settings)
     except ValueError as refusal:
         sys.exit(f"error: {refusal}")
-    script = Path(sys.argv[0])
     # As `python SCRIPT`: what the script pickles, and processes that it spawns, look for this module.
     module = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
     module.__file__ = str(script.absolute())
@@ -59,7 +63,7 @@ def _parsed(arguments: list[str]) -> tuple[dict[str, Any], list[str], bool]:
         parser.add_argument(f"--parallel-lce-{name}", dest=dest, type=kind, default=argparse.SUPPRESS)
     settings, script = parser.parse_known_args(arguments)
     if not script or script[0].startswith("-"):
-        sys.exit(parser.format_help())
+        sys.exit(f"{parser.format_help()}\nerror: a script must come before {script[0] if script else 'its arguments'}")
     option, ours = "--cross-entropy-fusion-impl", switch.IMPLEMENTATION
     theirs = [f"{option}=native" if word == f"{option}={ours}" else word for word in script]
     for i, word in enumerate(theirs[:-1]):

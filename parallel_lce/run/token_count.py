@@ -185,10 +185,10 @@ def compacted(
         return options, _of_all(options, tensors, layout, counts), Compaction(counts)
     if not torch.compiler.is_compiling():  # there the operator checks the counted targets
         vocab_size = checked_vocab_size(options, tensors.linear_weight, layout)
-        if debug.enabled():  # before hidden states are gathered; the call on the counted tokens is compared again
+        if debug.enabled():  # before hidden states are gathered
             debug.compare_later({"counted_tokens": count, "mask": counts})
             gradients = gradients_of(tensors, main_grad, needs_of(tensors))
-            vocab_size = debug.check_together(options, tensors, layout, gradients)
+            vocab_size = debug.state.vocab_size = debug.check_together(options, tensors, layout, gradients)
         check_target(options, as_int64(tensors.target), vocab_size, counts)
     compaction = Compaction(counts, count)
     hidden = in_memory(tensors.input)

@@ -3,8 +3,6 @@
 Configuration I of a seed and a number of ranks is the same whatever ran before it. A finding (a wrong number, an
 exception, ranks or runs that disagree in a bit, a hang) is printed as the command that shows it again, and the run goes
 on. Exit status 1 if there are findings.
-
-``--backend triton`` on the CPU runs Triton's interpreter, on small configurations.
 """
 
 import argparse

@@ -1,8 +1,7 @@
 """Fixtures: devices, and process groups that live as long as the session.
 
 And what a run leaves out. By default tests marked ``slow``; and of the combinations of parameters of a test marked
-``thinned`` all but a few, in which each value occurs. With ``--all`` as many combinations of a thinned test run as are
-needed for each pair of values to occur."""
+``thinned`` all but a few, in which each value occurs. With ``--all`` each pair of values."""
 
 import dataclasses
 import gc

@@ -1,6 +1,5 @@
 """The switch: training stock Megatron-core models with it equals training them without, also where the output weight
-is fully sharded. patch(), fuse() and explain(), refusals, and ``python -m parallel_lce.megatron SCRIPT``, by which
-unedited scripts get the loss by their own arguments."""
+is fully sharded. patch(), fuse() and explain(), refusals, and ``python -m parallel_lce.megatron SCRIPT``."""
 
 import inspect
 import os

@@ -14,6 +14,7 @@ import megatron.core
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import ColumnParallelLinear, cross_entropy, layers
+from torch.nn.parallel import DistributedDataParallel
 
 import parallel_lce.megatron
 from measures import assert_close
@@ -36,6 +37,7 @@ def _twice(function):
     return doubled
 
 
+_of_logits = tensor_parallel.vocab_parallel_cross_entropy
 LOSS = LanguageModule, "compute_language_model_loss"
 # What is replaced on a class or in a module: the owner, the name, what makes the new of the old.
 PATCHES = {
@@ -54,6 +56,7 @@ PATCHES = {
     ),
     "a keyword": (*LOSS, lambda own: lambda self, labels, logits, weight=3.0: weight * own(self, labels, logits)),
     "views": (*LOSS, lambda own: lambda self, labels, logits: own(self, labels, logits.view(-1, *logits.shape[1:]))),
+    "a loss": (*LOSS, lambda _: lambda self, labels, logits: _of_logits(logits, labels.t().contiguous()).t()),
     "a partialmethod": (*LOSS, lambda own: functools.partialmethod(lambda self, *given: 3 * own(self, *given))),
 }
 
@@ -78,12 +81,14 @@ CASES = [(name, False) for name in PATCHES] + [(name, True) for name in BEFORE]
 @pytest.mark.parametrize(("patch", "before"), CASES)
 @on_ranks(2)
 def test_what_others_patch_has_stocks_answer(member, patch, before):
-    spec = Model(ranks=member.ranks, sequence_parallel=True)
+    spec = Model(ranks=member.ranks, sequence_parallel=True, tied=True)
+    alone = torch.distributed.new_group([member.rank], use_local_synchronization=True)
     around, within = [functools.partial(patched, *PATCHES[patch]), nullcontext][:: 1 if before else -1]
 
     def trained(model, data, ours):
         with within():
-            return _trained(model, spec, data)
+            # torch's DDP takes one gradient of a tied weight.
+            return _trained(DistributedDataParallel(model, process_group=alone), spec, data)
 
     with around():
         side_by_side(member, spec, trained)

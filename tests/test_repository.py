@@ -1,6 +1,5 @@
-"""The repository: its pages are short, what they name and link exists, and their Python runs, on one rank, but what the
-tests of doors and of faults run; ruff is content; the wheel holds all of the code, kernels included, and imports where
-nothing of the repository is."""
+"""The repository: its pages are short, what they name and link exists, and their Python runs on one rank; ruff is
+content; the wheel holds all of the code, kernels included, and imports alone."""
 
 import importlib.metadata
 import importlib.util

@@ -1,9 +1,8 @@
 """Training steps on tensors that stay where they are: the same bits however ranks, hosts and GPUs are delayed, and from
 CUDA graphs, without waiting for the device.
 
-Whatever waits too little reads what is not there yet, or what is there no more. Every repetition of a delayed step
-finds other data in the same memory. Its inputs are overwritten as soon as backward has returned, and the memory that
-the call has freed is filled with NaN.
+A delayed step finds other data in the same memory. Its inputs are overwritten as soon as backward has returned, and the
+memory that the call has freed is filled with NaN.
 """
 
 import random

@@ -34,9 +34,9 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
         own = parameters_of(self).get("weight")
         used, stock = own if weight is None else weight, super().forward
 
-        def real(hidden: Tensor) -> Any:
+        def real(hidden: Tensor, given: Tensor | None = weight) -> Any:
             keep_autograd_gradient(used)
-            return stock(hidden, weight, runtime_gather_output)
+            return stock(hidden, given, runtime_gather_output)
 
         is_chosen = fusion.settings.cross_entropy == "output_layer"
         # Who asks for gathered logits samples from them, maybe on one rank alone.
@@ -54,8 +54,12 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
         ranks = group.size() if self.sequence_parallel and group is not None else 1
         whole = functools.partial(gather_from_sequence_parallel_region, group=group) if ranks > 1 else None
         bias = None if self.skip_bias_add else self.bias
+        # Its gradient is delivered once, with that of its other uses. Fused accumulation needs the weight itself.
+        operands = () if self.gradient_accumulation_fusion else (used,)
         shared = weight is not None
-        call = Source(self, input_, used, bias, lambda hidden: real(hidden)[0], say, whole=whole, shared=shared)
+        call = Source(
+            self, input_, used, bias, lambda *given: real(*given)[0], say, operands, whole=whole, shared=shared
+        )
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
         entries = self.output_size if gathers else self.output_size_per_partition
         first, *others, _ = input_.shape

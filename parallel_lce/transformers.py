@@ -57,10 +57,12 @@ class _Door:
             self.said[key or what] = what
             warn(f"parallel_lce: {self.name} {what}", LogitsWarning)
 
-    def say_use(self, source: Source, use: str) -> None:
+    def say_use(self, call: SimpleNamespace | None, source: Source, use: str) -> None:
         if source.grad:
-            where = "beside its fused loss" if source.has_loss else "before its loss"
-            self.say(f"makes its logits {where}, since {use!r} wants them; merge an adapter that does so", where)
+            labelled = call is None or call.labelled
+            where = "beside its fused loss" if source.has_loss else "before its loss" if labelled else "without labels"
+            remedy = "; merge an adapter that does so" if labelled and use != "cross_entropy" else ""
+            self.say(f"makes its logits {where}, since {use!r} wants them{remedy}", where)
 
     @private.outside_graphs
     def loss(
@@ -69,8 +71,9 @@ class _Door:
         """``model.loss_function``: the fused loss of deferred logits, and transformers' ``own`` of real ones."""
         if type(logits) is not DeferredLogits:
             if not self.said and torch.is_grad_enabled():
-                why = "in eval mode, replaced since patch(model), or with a forward of its own"
-                self.say(f"computes its own loss: its output layer did not defer the logits: {why}")
+                call = _running.get()
+                why = "has a forward of its own" if call is None else call.why
+                self.say(f"computes its own loss: its output layer {why}")
             return own(logits, labels, vocab_size, num_items_in_batch, ignore_index, **others)
         call, count, given = _running.get(), None, others.get("shift_labels")
         shifted = given is None
@@ -206,7 +209,8 @@ def _deferred(layer: Any, hidden: Tensor, in_a_call: bool = False) -> DeferredLo
         make = of_a_call
     operands = tuple(each for each in (weight, bias) if each is not None)
     parameter = private.parameters_of(layer).get("weight")
-    source = Source(layer, hidden, weight, bias, make, door.say_use, operands, within, parameter)
+    say = functools.partial(door.say_use, _running.get())
+    source = Source(layer, hidden, weight, bias, make, say, operands, within, parameter)
     entries = layer.out_features if weight is None else len(weight)
     return DeferredLogits.of(source, (*hidden.shape[:-1], entries), dtype)
 
@@ -225,13 +229,15 @@ def _with_fields(kind: type, names: tuple[str, ...]) -> type:
 def _begun(door: _Door, model: Any, labels: Any, target: Any) -> SimpleNamespace:
     """What is known of a patched model's call. ``labels``, ``target``: as the model got them, and already shifted."""
     counted = LabelCount(labels if target is None else target, shifted=target is None)
-    door.in_a_unit = ""
+    door.in_a_unit, why = "", "was replaced after patch(model): call it again"
     for module in model.get_output_embeddings().modules():
+        if vars(module).get(_DOOR) is door:
+            why = "has a forward of its own" if module.training else "is in eval mode"
         if isinstance(module, FullyShardedDataParallel):
             door.in_a_unit = "FSDP1: let its wrapping policy leave that layer out"
         elif isinstance(module, FSDPModule) and not isinstance(module, Linear):
             door.in_a_unit = "FSDP with more than the layer: fully_shard it alone"
-    return SimpleNamespace(labelled=labels is not None, counted=counted, deferred=False, metrics={})
+    return SimpleNamespace(labelled=labels is not None, counted=counted, deferred=False, metrics={}, why=why)
 
 
 @functools.partial(private.outside_graphs, reason=_NO_ONE_GRAPH, calls_too=False)

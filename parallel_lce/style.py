@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, compiler, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -44,7 +44,8 @@ class LinearCrossEntropyParallel(ParallelStyle):
 
         @public
         def with_placements(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            debug.state.group = device_mesh.get_group()
+            if not compiler.is_compiling():
+                debug.state.group = device_mesh.get_group()
             hidden = args[0] if args else kwargs.get("input")
             weight = args[1] if len(args) > 1 else kwargs.get("linear_weight")
             if not isinstance(weight, DTensor):

@@ -316,10 +316,10 @@ def patch(
         raise ValueError(f"gradient_filter={gradient_filter} cannot be combined with token_metrics=True")
     LinearCrossEntropy(logits_budget=logits_budget, gradient_filter=gradient_filter)  # raises for invalid options
     owner: Any = _owner(unpatch(model))
-    own, kind, layer, given = owner.loss_function, type(owner), _output_layer(owner), vars(owner).get("forward")
+    own, kind, layers, given = owner.loss_function, type(owner), _output_layers(owner), vars(owner).get("forward")
     if not neighbours.is_causal_lm_loss(own):
         raise ValueError(f"the loss_function of {kind.__name__} must be transformers' ForCausalLMLoss, got {own!r}")
-    if layer is None:
+    if not layers:
         needed, given = "must be an nn.Linear, or have the weight of one in it", type(owner.get_output_embeddings())
         raise ValueError(f"the output layer of {kind.__name__} {needed}, got a {given.__name__}")
     if (token_accuracy or token_metrics) and given is not None:
@@ -327,8 +327,9 @@ def patch(
     eval_logits = eval_logits and not (token_accuracy or token_metrics)
     options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
     door = _Door(kind.__name__, token_accuracy, token_metrics, eval_logits, options)
-    owner.__class__, layer.__class__ = _patched(kind), fused_class(type(layer), Linear)
-    vars(owner)[_DOOR] = vars(layer)[_DOOR] = door
+    owner.__class__, vars(owner)[_DOOR] = _patched(kind), door
+    for layer in layers:
+        layer.__class__, vars(layer)[_DOOR] = fused_class(type(layer), Linear), door
     if neighbours.is_of(neighbours.LIGER, inspect.unwrap(given or kind.forward)):
         door.say("has Liger's forward, with a fused loss of its own")
     return model
@@ -350,13 +351,17 @@ def explain(model: nn.Module) -> str:
     return next((what for key, what in door.said.items() if not key.startswith("beside")), "fused")
 
 
-def _output_layer(model: Any) -> nn.Linear | None:
-    """The ``nn.Linear`` that is, or within a wrapper gives its weight to, the model's output layer."""
+def _output_layers(model: Any) -> list[nn.Linear]:
+    """The ``nn.Linear`` that is, or within a wrapper gives its weight to, the model's output layer; and others of its
+    shape in the wrapper, of PEFT's other adapters."""
     layer = model.get_output_embeddings()
-    if not isinstance(layer, nn.Linear) and isinstance(layer, nn.Module):
-        weight, within = getattr(layer, "weight", None), [m for m in layer.modules() if isinstance(m, nn.Linear)]
-        layer = next((each for each in within if getattr(each, "weight", None) is weight), None)
-    return layer if isinstance(layer, nn.Linear) else None
+    if isinstance(layer, nn.Linear):
+        return [layer]
+    within = [m for m in layer.modules() if isinstance(m, nn.Linear)] if isinstance(layer, nn.Module) else []
+    weights, weight = [getattr(each, "weight", None) for each in within], getattr(layer, "weight", None)
+    if weight is None or not any(each is weight for each in weights):
+        return []
+    return [each for each, its in zip(within, weights) if its is not None and its.shape == weight.shape]
 
 
 def _owner(model: Any) -> Any:

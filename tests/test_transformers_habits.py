@@ -207,7 +207,7 @@ def test_words_are_said_once_and_explain_says_them_again():
     assert door.explain(model) == "fused" and "not called" in door.explain(door.unpatch(copy.deepcopy(model)))
     model.lm_head = ModulesToSave(model.lm_head)
     adapter = model.lm_head.modules_to_save["default"]
-    assert door.explain(model) == "fused" and isinstance(adapter, door.Linear)
+    assert isinstance(adapter, door.Linear) and isinstance(door.patch(model).lm_head.original_module, door.Linear)
     adapter.register_forward_hook(lambda layer, given, z: z + 1)
     with warned() as said:
         model(**batch(1)), model(**batch(2))

@@ -55,7 +55,7 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
         whole = functools.partial(gather_from_sequence_parallel_region, group=group) if ranks > 1 else None
         bias = None if self.skip_bias_add else self.bias
         # Its gradient is delivered once, with that of its other uses. Fused accumulation needs the weight itself.
-        operands = () if self.gradient_accumulation_fusion else (used,)
+        operands: Any = () if self.gradient_accumulation_fusion else (used,)
         shared = weight is not None
         call = Source(
             self, input_, used, bias, lambda *given: real(*given)[0], say, operands, whole=whole, shared=shared

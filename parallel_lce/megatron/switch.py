@@ -104,7 +104,7 @@ def why_not_fused(model: Any) -> str | None:
 
 
 def _is_patched() -> bool:
-    return any(name == _LOSS for _, name in _replacements)
+    return _LOSS in [name for _, name in _replacements]
 
 
 def _fuse_one(model: Any, own: settings.Settings | None) -> None:

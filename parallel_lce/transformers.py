@@ -5,6 +5,7 @@ The output layer of a patched model returns deferred logits, and ``model.loss_fu
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -268,6 +269,15 @@ def _patched(base: type) -> Any:
             if (door := _door_of(self)) is None:
                 return base.forward(self, *arguments, **named)
             return _run(door, self, base.forward, *arguments, **named)  # pyright: ignore[reportCallIssue]
+
+        def __setstate__(self, state):
+            """A copy of the model says its own reasons."""
+            super().__setstate__(state)
+            if (door := vars(self).get(_DOOR)) is not None:
+                (own := copy.copy(door)).said = {}
+                for module in self.modules():
+                    if vars(module).get(_DOOR) is door:
+                        vars(module)[_DOOR] = own
 
         # Without __wrapped__, by which accelerate would find the forward that it puts into the model.
         forward.__signature__ = inspect.signature(base.forward)  # pyright: ignore[reportFunctionMemberAccess]

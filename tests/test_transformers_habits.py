@@ -207,11 +207,12 @@ def test_words_are_said_once_and_explain_says_them_again():
     assert door.explain(model) == "fused" and "not called" in door.explain(door.unpatch(copy.deepcopy(model)))
     model.lm_head = ModulesToSave(model.lm_head)
     adapter = model.lm_head.modules_to_save["default"]
-    assert isinstance(adapter, door.Linear) and isinstance(door.patch(model).lm_head.original_module, door.Linear)
+    other = copy.deepcopy(door.patch(model))
+    assert isinstance(adapter, door.Linear) and isinstance(other.lm_head.original_module, door.Linear)
     adapter.register_forward_hook(lambda layer, given, z: z + 1)
     with warned() as said:
         model(**batch(1)), model(**batch(2))
-    assert len(said) == 1 and door.explain(model) in said[0] and "'add'" in said[0]
+    assert len(said) == 1 and door.explain(model) in said[0] and "'add'" in said[0] and door.explain(other) == "fused"
 
 
 def test_ligers_forward_is_said():

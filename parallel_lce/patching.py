@@ -19,6 +19,11 @@ from parallel_lce.core import private
 _SKIPPED = os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep
 
 
+class LogitsWarning(RuntimeWarning):
+    """A fused model makes logits that it was to do without. No UserWarning: Megatron-LM's programs show those on the
+    first rank alone, which has no output layer under pipeline parallelism."""
+
+
 def warn(message: str, category: type[Warning], on_each_rank: bool = False) -> None:
     """Warn, on the first rank, of the first line outside of this package and of PyTorch, where Python can find it."""
     if not on_each_rank and dist.is_initialized() and dist.get_rank() > 0:

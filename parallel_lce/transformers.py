@@ -26,7 +26,7 @@ from parallel_lce.deferred import THE_LOSS, DeferredLogits, Source
 from parallel_lce.functional import linear_cross_entropy, token_loss
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.neighbours import is_unit
-from parallel_lce.patching import Derived, fused_class, is_own, unfuse, warn, why_no_product
+from parallel_lce.patching import Derived, LogitsWarning, fused_class, is_own, unfuse, warn, why_no_product
 from parallel_lce.run.results import TokenStatistics
 from parallel_lce.run.token_count import LabelCount
 
@@ -35,10 +35,6 @@ _DOOR = "_parallel_lce"
 _NO_ONE_GRAPH = "parallel_lce breaks the graph where it fuses a loss: leave fullgraph at False, or unpatch(model)"
 # Within a patched model's forward: its labels' count, whether the loss got deferred logits, and the metrics.
 _running: ContextVar[SimpleNamespace | None] = ContextVar("_running", default=None)
-
-
-class LogitsWarning(UserWarning):
-    """A patched model made logits that it was to do without."""
 
 
 class _Door:

@@ -11,7 +11,7 @@ import torch
 from parallel_lce.call import debug
 from parallel_lce.core.options import Options, check_flag
 from parallel_lce.modules import LinearCrossEntropy
-from parallel_lce.patching import warn
+from parallel_lce.patching import LogitsWarning, warn
 
 MARK = "_parallel_lce"
 """The attribute of a fused model and of its output layer that holds their :class:`Fusion`."""
@@ -25,11 +25,6 @@ that wants an unfused model sets False in a copy."""
 
 running: ContextVar[Any] = ContextVar("running", default=None)
 """The :class:`parallel_lce.megatron.log_probs.Scoring` of the running call of a model, for its head and its loss."""
-
-
-class LogitsWarning(RuntimeWarning):
-    """Training makes the whole logits. No UserWarning: Megatron-LM's programs show those on the first rank alone, which
-    has no output layer under pipeline parallelism."""
 
 
 _OF_TRAINING = "z_loss", "label_smoothing"

@@ -105,6 +105,8 @@ class Source:
         weight = self.weight
         if type(weight) in (Tensor, nn.Parameter) and not (weight.numel() and weight.untyped_storage().size()):
             return "FSDP or ZeRO has taken back the output layer's weight"
+        if type(self.hidden) is Tensor and self.hidden.numel() and not self.hidden.untyped_storage().size():
+            return "the memory of the output layer's hidden states was freed"
         return self.events[0] if self.events else None
 
     def check(self) -> None:

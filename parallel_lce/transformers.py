@@ -5,7 +5,6 @@ The output layer of a patched model returns deferred logits, and ``model.loss_fu
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import inspect
@@ -57,7 +56,7 @@ class _Door:
     def say_use(self, call: SimpleNamespace | None, source: Source, use: str) -> None:
         if source.grad:
             labelled = call is None or call.labelled
-            where = "beside its fused loss" if source.has_loss else "before its loss" if labelled else "without labels"
+            where = "beside its fused loss" if source.has_loss else "before its loss" if labelled else "without a loss"
             remedy = "; merge an adapter that does so" if labelled and use != "cross_entropy" else ""
             self.say(f"makes its logits {where}, since {use!r} wants them{remedy}", where)
 
@@ -69,7 +68,7 @@ class _Door:
         if type(logits) is not DeferredLogits:
             if not self.said and torch.is_grad_enabled():
                 call = _running.get()
-                why = "has a forward of its own" if call is None else call.why
+                why = "did not defer the logits" if call is None else call.why
                 self.say(f"computes its own loss: its output layer {why}")
             return own(logits, labels, vocab_size, num_items_in_batch, ignore_index, **others)
         call, count, given = _running.get(), None, others.get("shift_labels")
@@ -229,7 +228,8 @@ def _begun(door: _Door, model: Any, labels: Any, target: Any) -> SimpleNamespace
     door.in_a_unit, why = "", "was replaced after patch(model): call it again"
     for module in model.get_output_embeddings().modules():
         if vars(module).get(_DOOR) is door:
-            why = "has a forward of its own" if module.training else "is in eval mode"
+            in_eval = door.eval_logits and not module.training
+            why = "is in eval mode" if in_eval else "has a forward of its own"
         if isinstance(module, FullyShardedDataParallel):
             door.in_a_unit = "FSDP1: let its wrapping policy leave that layer out"
         elif isinstance(module, FSDPModule) and not isinstance(module, Linear):
@@ -265,15 +265,6 @@ def _patched(base: type) -> Any:
             if (door := _door_of(self)) is None:
                 return base.forward(self, *arguments, **named)
             return _run(door, self, base.forward, *arguments, **named)  # pyright: ignore[reportCallIssue]
-
-        def __setstate__(self, state):
-            """A copy of the model says its own reasons."""
-            super().__setstate__(state)
-            if (door := vars(self).get(_DOOR)) is not None:
-                (own := copy.copy(door)).said = {}
-                for module in self.modules():
-                    if vars(module).get(_DOOR) is door:
-                        vars(module)[_DOOR] = own
 
         # Without __wrapped__, by which accelerate would find the forward that it puts into the model.
         forward.__signature__ = inspect.signature(base.forward)  # pyright: ignore[reportFunctionMemberAccess]

@@ -212,7 +212,7 @@ def test_words_are_said_once_and_explain_says_them_again():
     adapter.register_forward_hook(lambda layer, given, z: z + 1)
     with warned() as said:
         model(**batch(1)), model(**batch(2))
-    assert len(said) == 1 and door.explain(model) in said[0] and "'add'" in said[0] and door.explain(other) == "fused"
+    assert len(said) == 1 and door.explain(model) in said[0] and "'add'" in said[0]
 
 
 def test_ligers_forward_is_said():

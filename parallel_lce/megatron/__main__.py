@@ -39,7 +39,7 @@ _OPTIONS = {
 def main(arguments: list[str]) -> None:
     settings, sys.argv, switch.fuses_native = _parsed(arguments)
     script = Path(sys.argv[0])
-    if not script.is_file():
+    if not script.exists():
         sys.exit(f"error: no such script: {script}")
     if not sys.flags.safe_path:  # as `python SCRIPT` does; `python -m` put the current folder there
         sys.path[0] = str(script.resolve().parent)

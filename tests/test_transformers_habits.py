@@ -168,7 +168,7 @@ HABITS = {
     "head in eval": (after(lambda model: model.lm_head.eval()), "its output layer is in eval mode"),
     "as accelerate": (as_accelerate, None),
     "after accelerate.prepare": (after_accelerate, None),
-    "dispatched": (dispatched, "its output layer has a forward of its own"),
+    "dispatched": (dispatched, "computes its own loss: its output layer "),
     "pickle": (copied(lambda model: pickle.loads(pickle.dumps(model))), None),
     "torch.func.grad": (of_torch_func, "makes its logits: torch.func"),
     "parametrized head": (parametrized, AFTER),

@@ -105,9 +105,14 @@ class Source:
         weight = self.weight
         if type(weight) in (Tensor, nn.Parameter) and not (weight.numel() and weight.untyped_storage().size()):
             return "FSDP or ZeRO has taken back the output layer's weight"
-        if type(self.hidden) is Tensor and self.hidden.numel() and not self.hidden.untyped_storage().size():
+        if self.is_freed():
             return "the memory of the output layer's hidden states was freed"
         return self.events[0] if self.events else None
+
+    def is_freed(self) -> bool:
+        """Whether a program has freed the memory of the hidden states."""
+        hidden = self.hidden
+        return type(hidden) is Tensor and hidden.numel() > 0 and not hidden.untyped_storage().size()
 
     def check(self) -> None:
         """Raise ``RuntimeError`` after such an event."""
@@ -501,7 +506,7 @@ class DeferredLogits(Tensor):
             if (view := _view(function, sizes, arguments, options)) is None:
                 return None
             sizes = view.shape
-            rows = None if rows is None or source.whole is not None else _same_rows(rows, view)
+            rows = None if rows is None or source.whole is not None or source.is_freed() else _same_rows(rows, view)
         elif name not in _UNARY or options.keys() - {"memory_format"}:
             return None
         elif name == "contiguous" and state.parent is None:

@@ -182,7 +182,7 @@ def _of_ids(
         given = "a DTensor: pass weight.to_local()" if is_dtensor(weight) else described(weight)
         raise ValueError(f"weight must be [V/P, D], got {given}")
     if not (type(start) is type(end) is int and 0 <= start <= end <= start + len(weight)):
-        bounds = f"vocab_start_index={shortened(start)} to vocab_end_index={shortened(end)}, of type int"
+        bounds = f"vocab_start_index={shortened(start)} to vocab_end_index={shortened(end)}, which must be ints"
         raise ValueError(f"weight has {len(weight)} rows, which do not fit the ids from {bounds}")
     if isinstance(bias, Tensor) and bias.shape == weight.shape[:1]:
         bias = bias[: end - start]

@@ -56,19 +56,20 @@ class _Door:
     def say_use(self, call: SimpleNamespace | None, source: Source, use: str) -> None:
         if source.grad:
             labelled = call is None or call.labelled
-            where = "beside its fused loss" if source.has_loss else "before its loss" if labelled else "without a loss"
+            where = "beside its fused loss" if source.has_loss else "before its loss" if labelled else "without labels="
             remedy = "; merge an adapter that does so" if labelled and use != "cross_entropy" else ""
             self.say(f"makes its logits {where}, since {use!r} wants them{remedy}", where)
 
     @private.outside_graphs
     def loss(
-        self, own, logits, labels=None, vocab_size=None, num_items_in_batch=None, ignore_index=NO_LABEL, **others
+        self, model, own, logits, labels=None, vocab_size=None, num_items_in_batch=None, ignore_index=NO_LABEL, **others
     ) -> Tensor:
         """``model.loss_function``: the fused loss of deferred logits, and transformers' ``own`` of real ones."""
         if type(logits) is not DeferredLogits:
             if not self.said and torch.is_grad_enabled():
-                call = _running.get()
-                why = "did not defer the logits" if call is None else call.why
+                ours = [each for each in model.get_output_embeddings().modules() if vars(each).get(_DOOR) is self]
+                why = "has a forward of its own" if ours else "was replaced after patch(model): call it again"
+                why = "is in eval mode" if ours and not any(map(_door_of, ours)) else why
                 self.say(f"computes its own loss: its output layer {why}")
             return own(logits, labels, vocab_size, num_items_in_batch, ignore_index, **others)
         call, count, given = _running.get(), None, others.get("shift_labels")
@@ -225,16 +226,13 @@ def _with_fields(kind: type, names: tuple[str, ...]) -> type:
 def _begun(door: _Door, model: Any, labels: Any, target: Any) -> SimpleNamespace:
     """What is known of a patched model's call. ``labels``, ``target``: as the model got them, and already shifted."""
     counted = LabelCount(labels if target is None else target, shifted=target is None)
-    door.in_a_unit, why = "", "was replaced after patch(model): call it again"
+    door.in_a_unit = ""
     for module in model.get_output_embeddings().modules():
-        if vars(module).get(_DOOR) is door:
-            in_eval = door.eval_logits and not module.training
-            why = "is in eval mode" if in_eval else "has a forward of its own"
         if isinstance(module, FullyShardedDataParallel):
             door.in_a_unit = "FSDP1: let its wrapping policy leave that layer out"
         elif isinstance(module, FSDPModule) and not isinstance(module, Linear):
             door.in_a_unit = "FSDP with more than the layer: fully_shard it alone"
-    return SimpleNamespace(labelled=labels is not None, counted=counted, deferred=False, metrics={}, why=why)
+    return SimpleNamespace(labelled=labels is not None, counted=counted, deferred=False, metrics={})
 
 
 @functools.partial(private.outside_graphs, reason=_NO_ONE_GRAPH, calls_too=False)
@@ -273,7 +271,7 @@ def _patched(base: type) -> Any:
             own, door = get(self), _door_of(self)
             if door is None or not neighbours.is_causal_lm_loss(own):
                 return own
-            return functools.partial(door.loss, own)
+            return functools.partial(door.loss, self, own)
 
         loss_function = property(_loss_of, base.loss_function.fset)
 

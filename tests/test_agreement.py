@@ -85,6 +85,7 @@ SILENT = {
     "loss, weights": (lambda a: dict(token_weight=a["target"].float()), "token_weight", "nothing", "6 values of .*"),
     "loss, counted": (dict(counted_tokens=5), "counted_tokens", "6", "5", dict(counted_tokens=N)),
     "loss, backend": (dict(backend="triton"), "backend", "'torch'", "'triton'"),
+    "loss, a count too": (_learning, "reduction", "'mean'", "'none'", lambda a: _weighted(a) | dict(counted_tokens=N)),
     "statistics, columns": (dict(entropy=True, argmax=True), "argmax", "False", "True"),
     "statistics, mask": (lambda a: dict(mask=a["target"] != a["target"][0]), "mask", DIGEST, DIGEST, _all),
     "logits, V": (lambda a: dict(vocab_parallel_logits=a["vocab_parallel_logits"][:, 1:]), "entries.*", "10", "9"),

@@ -1,5 +1,4 @@
-"""Deferred logits: whatever a program does with them, it gets the answer of real ones, and the loss takes no logits
-where it need not."""
+"""Deferred logits: a program gets from them the answer of real ones, and the loss takes none where it need not."""
 
 import copy
 import functools
@@ -259,6 +258,7 @@ TOO_LATE = {
     "a fused step": (lambda layer, z: _step(layer, lambda p, lr: torch.optim.Adam(p, lr, fused=True)), "optimizer's"),
     "a copy": (lambda layer, z: vars(layer.weight).update(main_grad=1) or _step(Layer(), SGD), "step"),
     "freed memory": (lambda layer, z: layer.weight.untyped_storage().resize_(0), "has taken back the output layer's"),
+    "freed input": (lambda _, z: z.source.hidden.untyped_storage().resize_(0), "hidden states was freed"),
     "the door's event": (lambda layer, z: _backward(z), "the backward of their loss"),
 }
 

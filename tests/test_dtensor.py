@@ -273,9 +273,9 @@ def test_a_style_refuses(member):
     model, whole = Model(member.device), problem(device=member.device)
     parallelize_module(model, mesh, {"head": ColwiseParallel(), "loss": style})
     assert model(whole["input"], whole["target"]).placements == (WHOLE,)
-    weight = model.head.weight.to_local() if member.rank else model.head.weight
+    weights = model.head.weight, model.head.weight.to_local()
     with debug_mode(), pytest.raises(ValueError, match="linear_weight must be a DTensor, got .*: use Colw"):
-        model.loss(whole["input"], weight, whole["target"])
+        model.loss(whole["input"], weights[member.rank], whole["target"])
 
 
 @pytest.mark.parametrize(("sequence_parallel", "reshard"), [(False, True), (True, False)])

@@ -168,7 +168,7 @@ HABITS = {
     "head in eval": (after(lambda model: model.lm_head.eval()), "its output layer is in eval mode"),
     "as accelerate": (as_accelerate, None),
     "after accelerate.prepare": (after_accelerate, None),
-    "dispatched": (dispatched, "computes its own loss: its output layer "),
+    "dispatched": (dispatched, "computes its own loss: its output layer has a forward of its own"),
     "pickle": (copied(lambda model: pickle.loads(pickle.dumps(model))), None),
     "torch.func.grad": (of_torch_func, "makes its logits: torch.func"),
     "parametrized head": (parametrized, AFTER),
@@ -207,8 +207,8 @@ def test_words_are_said_once_and_explain_says_them_again():
     assert door.explain(model) == "fused" and "not called" in door.explain(door.unpatch(copy.deepcopy(model)))
     model.lm_head = ModulesToSave(model.lm_head)
     adapter = model.lm_head.modules_to_save["default"]
-    other = copy.deepcopy(door.patch(model))
-    assert isinstance(adapter, door.Linear) and isinstance(other.lm_head.original_module, door.Linear)
+    assert door.explain(model) == "fused" and isinstance(adapter, door.Linear)
+    assert isinstance(door.patch(model).lm_head.original_module, door.Linear)
     adapter.register_forward_hook(lambda layer, given, z: z + 1)
     with warned() as said:
         model(**batch(1)), model(**batch(2))

@@ -63,7 +63,7 @@ def _parsed(arguments: list[str]) -> tuple[dict[str, Any], list[str], bool]:
         parser.add_argument(f"--parallel-lce-{name}", dest=dest, type=kind, default=argparse.SUPPRESS)
     settings, script = parser.parse_known_args(arguments)
     if not script or script[0].startswith("-"):
-        sys.exit(f"{parser.format_help()}\nerror: a script must come before {script[0] if script else 'its arguments'}")
+        sys.exit(f"{parser.format_help()}\nerror: a script's path is expected, got {script[0] if script else 'none'}")
     option, ours = "--cross-entropy-fusion-impl", switch.IMPLEMENTATION
     theirs = [f"{option}=native" if word == f"{option}={ours}" else word for word in script]
     for i, word in enumerate(theirs[:-1]):

@@ -34,15 +34,15 @@ def fused_loss(
 ) -> Tensor:
     """The loss, of the tokens' shape or 0-dimensional. With a ``mask``, bool of that shape, the other tokens are
     ignored. Other arguments as in :func:`parallel_lce.run.token_count.compacted`."""
-    compaction = None
-    if mask is not None or counted_tokens is not None:
-        options, tensors, compaction = compacted(options, tensors, group, mask, counted_tokens, main_grad)
-    weights, reduction = tensors.token_weight, options.reduction
+    compaction, weights, reduction = None, tensors.token_weight, options.reduction
     weights_learn = isinstance(weights, Tensor) and weights.requires_grad and torch.is_grad_enabled()
-    if weights_learn:
+    if weights_learn:  # another call, also for the other ranks
         check(options, autocasted(tensors), group)
         debug.compare_later({"token_weight": weights})
         options, tensors = options._replace(reduction="none"), tensors._replace(token_weight=None)
+    if mask is not None or counted_tokens is not None:
+        options, tensors, compaction = compacted(options, tensors, group, mask, counted_tokens, main_grad)
+        weights = compaction.of(weights) if weights_learn else weights
     loss, shape = _called(options, tensors, group, main_grad)
     if weights_learn:
         target, weights = as_int64(tensors.target).reshape(-1), weights.reshape(-1).to(loss.dtype)

@@ -186,9 +186,7 @@ def compacted(
     if not torch.compiler.is_compiling():  # there the operator checks the counted targets
         vocab_size = checked_vocab_size(options, tensors.linear_weight, layout)
         if debug.enabled():  # before hidden states are gathered
-            weights = tensors.token_weight  # those that learn make it another call
-            learn = isinstance(weights, Tensor) and weights.requires_grad and torch.is_grad_enabled()
-            debug.compare_later({"counted_tokens": count, "mask": counts, "token_weight learns": learn})
+            debug.compare_later({"counted_tokens": count, "mask": counts})
             gradients = gradients_of(tensors, main_grad, needs_of(tensors))
             vocab_size = debug.state.vocab_size = debug.check_together(options, tensors, layout, gradients)
         check_target(options, as_int64(tensors.target), vocab_size, counts)

@@ -145,7 +145,8 @@ class DTensorAdapter:
                     f"{_placed('input', x)}: on mesh dimension {dim} it must be Replicate, or Shard of the first or "
                     "second dimension of the tokens"
                 )
-        split = None if self._tp is None or x.placements[self._tp].is_replicate() else x.placements[self._tp].dim
+        is_alone = self._tp is None or self.mesh.size(self._tp) == 1
+        split = None if is_alone or x.placements[self._tp].is_replicate() else x.placements[self._tp].dim
         dims = [dim for dim, placement in enumerate(x.placements) if _shards(placement, (split,))]
         if dims and (dims[-1] != self._tp or x.shape[split] % math.prod([self.mesh.size(dim) for dim in dims])):
             raise ValueError(

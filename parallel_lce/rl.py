@@ -62,7 +62,7 @@ def linear_cross_entropy(
     if name not in ("none", "sum", "mean") or (name == "mean" and mask is not None):
         raise ValueError(f"reduction must be 'none', 'sum' or, without a mask, 'mean', got {reduction!r}")
     options = Options(
-        "token_statistics",
+        f"rl.linear_cross_entropy, reduction={name!r}",
         temperature=1.0 if temperature is None else _flat(temperature),
         vocab_size=vocab_size,
         logits_budget=logits_budget,

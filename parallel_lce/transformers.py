@@ -57,7 +57,8 @@ class _Door:
         if source.grad:
             labelled = call is None or call.labelled
             where = "beside its fused loss" if source.has_loss else "before its loss" if labelled else "without labels="
-            remedy = "; merge an adapter that does so" if labelled and use != "cross_entropy" else ""
+            by_adapter = labelled and not source.has_loss and use != "cross_entropy"
+            remedy = "; if an adapter does so, merge it" if by_adapter else ""
             self.say(f"makes its logits {where}, since {use!r} wants them{remedy}", where)
 
     @private.outside_graphs
@@ -68,6 +69,7 @@ class _Door:
         if type(logits) is not DeferredLogits:
             if not self.said and torch.is_grad_enabled():
                 ours = [each for each in model.get_output_embeddings().modules() if vars(each).get(_DOOR) is self]
+                ours = ours if all(each in ours for each in _output_layers(model)) else []
                 why = "has a forward of its own" if ours else "was replaced after patch(model): call it again"
                 why = "is in eval mode" if ours and not any(map(_door_of, ours)) else why
                 self.say(f"computes its own loss: its output layer {why}")
@@ -310,18 +312,20 @@ def patch(
     if token_metrics and gradient_filter is not None:
         raise ValueError(f"gradient_filter={gradient_filter} cannot be combined with token_metrics=True")
     LinearCrossEntropy(logits_budget=logits_budget, gradient_filter=gradient_filter)  # raises for invalid options
-    owner: Any = _owner(unpatch(model))
-    own, kind, layers, given = owner.loss_function, type(owner), _output_layers(owner), vars(owner).get("forward")
-    if not neighbours.is_causal_lm_loss(own):
-        raise ValueError(f"the loss_function of {kind.__name__} must be transformers' ForCausalLMLoss, got {own!r}")
+    owner: Any = _owner(model)
+    name, layers, given = type(owner).__name__, _output_layers(owner), vars(owner).get("forward")
     if not layers:
-        needed, given = "must be an nn.Linear, or have the weight of one in it", type(owner.get_output_embeddings())
-        raise ValueError(f"the output layer of {kind.__name__} {needed}, got a {given.__name__}")
+        needed, given = "must be an nn.Linear, or hold one and have a weight", type(owner.get_output_embeddings())
+        raise ValueError(f"the output layer of {name} {needed}, got a {given.__name__}")
     if (token_accuracy or token_metrics) and given is not None:
-        raise ValueError(f"metrics need {kind.__name__}.forward, which was replaced: patch the model before that")
+        raise ValueError(f"metrics need {name}.forward, which was replaced: patch the model before that")
+    unpatch(model)
+    own, kind = owner.loss_function, type(owner)
+    if not neighbours.is_causal_lm_loss(own):
+        raise ValueError(f"the loss_function of {name} must be transformers' ForCausalLMLoss, got {own!r}")
     eval_logits = eval_logits and not (token_accuracy or token_metrics)
     options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
-    door = _Door(kind.__name__, token_accuracy, token_metrics, eval_logits, options)
+    door = _Door(name, token_accuracy, token_metrics, eval_logits, options)
     owner.__class__, vars(owner)[_DOOR] = _patched(kind), door
     for layer in layers:
         layer.__class__, vars(layer)[_DOOR] = fused_class(type(layer), Linear), door
@@ -347,16 +351,15 @@ def explain(model: nn.Module) -> str:
 
 
 def _output_layers(model: Any) -> list[nn.Linear]:
-    """The ``nn.Linear`` that is, or within a wrapper gives its weight to, the model's output layer; and others of its
-    shape in the wrapper, of PEFT's other adapters."""
+    """The ``nn.Linear`` that is the model's output layer; or those in its wrapper whose weight has its weight's shape,
+    as PEFT's."""
     layer = model.get_output_embeddings()
     if isinstance(layer, nn.Linear):
         return [layer]
     within = [m for m in layer.modules() if isinstance(m, nn.Linear)] if isinstance(layer, nn.Module) else []
-    weights, weight = [getattr(each, "weight", None) for each in within], getattr(layer, "weight", None)
-    if weight is None or not any(each is weight for each in weights):
-        return []
-    return [each for each, its in zip(within, weights) if its is not None and its.shape == weight.shape]
+    weight = getattr(layer, "weight", None)
+    shapes = [getattr(getattr(each, "weight", None), "shape", None) for each in within]
+    return [each for each, shape in zip(within, shapes) if weight is not None and shape == weight.shape]
 
 
 def _owner(model: Any) -> Any:

@@ -241,6 +241,7 @@ CHANGING = {
     "logit_softcap": (3.0, 4.0, 5.0),
     "logits_budget": (2**60, 2**62, 2**63 - 1),
     "ignore_index": (3, 5, 7),
+    "sequence_dim": (0, 0, 0),
 }
 """Options, and their values from call to call."""
 

@@ -248,6 +248,21 @@ def test_saved_exponentials_that_are_all_rounded_up_move_no_gradient(device):
     assert relative_error(dx, expected) < 0.006  # torch's is 0.78
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_tokens_sure_of_another_entry_move_no_mean(name, budget, device):
+    """Two entries of G are nearly all of it, and cancel along the mean of the weight's rows."""
+    rows, mean, target = normalize(normal(64, 64, seed=0)), 8 * normalize(normal(1, 64, seed=1)), torch.arange(24)
+    t = [(400 * rows[target + 1]).to(DTYPES[name]), (rows + mean).to(DTYPES[name])]
+    upstream = torch.linspace(0.5, 1.5, 24)
+    leaves = [[v.to(device, dtype, copy=True).requires_grad_() for v in t] for dtype in (t[0].dtype, torch.float64)]
+    ours = linear_cross_entropy(*leaves[0], target.to(device), reduction="none", logits_budget=budget)
+    found = torch.autograd.grad(ours, leaves[0], upstream.to(device))
+    torchs, exact = (cross_entropy(linear(*each), target.to(device), reduction="none") for each in leaves)
+    yardstick = torch.autograd.grad(torchs, leaves[0], upstream.to(torchs))
+    for values in zip(found, torch.autograd.grad(exact, leaves[1], upstream.to(exact)), yardstick):
+        assert_no_worse(*values, 1.2)
+
+
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 def test_what_the_largest_logit_leaves_is_not_rounded_away(device):
     """1e-6 beside 1, of 12288 entries."""

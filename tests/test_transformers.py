@@ -303,15 +303,16 @@ def test_other_models_and_options_are_refused():
         patch(model, gradient_filter=2.0)
     with pytest.raises(ValueError, match="cannot be combined with token_metrics"):
         patch(model, gradient_filter=2**-13, token_metrics=True)
-    model.forward = model.forward
+    model.forward = patch(model).forward
     with pytest.raises(ValueError, match=r"metrics need CausalLM.forward, which was replaced"):
         patch(model, token_accuracy=True)
+    assert door.explain(model) == "fused", "a refused call changes nothing"
     model.loss_function = F.cross_entropy
     with pytest.raises(ValueError, match="loss_function of CausalLM must be transformers' ForCausalLMLoss, got <fun"):
         patch(model)
     model = CausalLM(9, 4)
     model.lm_head = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="layer of CausalLM must be an nn.Linear, or have .* in it, got a Sequential"):
+    with pytest.raises(ValueError, match="layer of CausalLM must be an nn.Linear, or hold one .*, got a Sequential"):
         patch(model)
 
 

@@ -136,6 +136,17 @@ def compiled(model, given, patch, training, **options):
         return *found, trained(run, given)
 
 
+def learns_tokens(model, given, patch):
+    """As PEFT's TrainableTokensWrapper: the product is of a weight that is made of the layer's."""
+
+    class Wrapper(ModulesToSave):
+        weight = property(lambda self: self.original_module.weight * 2)
+        forward = lambda self, hidden: F.linear(hidden, self.weight, self.original_module.bias)  # noqa: E731
+
+    model.lm_head = Wrapper(model.lm_head)
+    return trained(patch(model), given)
+
+
 def replace_head(model):
     torch.manual_seed(3)
     model.lm_head = nn.Linear(model.lm_head.in_features, V, bias=False)
@@ -165,6 +176,7 @@ HABITS = {
     "fixed_cross_entropy": (replaced_in_its_loss, BEFORE),
     "a derived head": (derive_head, None),
     "head replaced": (after(replace_head), "its output layer was replaced after patch(model): call it"),
+    "trainable tokens": (learns_tokens, "computes its own loss: its output layer has a forward of its own"),
     "head in eval": (after(lambda model: model.lm_head.eval()), "its output layer is in eval mode"),
     "as accelerate": (as_accelerate, None),
     "after accelerate.prepare": (after_accelerate, None),
@@ -212,7 +224,11 @@ def test_words_are_said_once_and_explain_says_them_again():
     adapter.register_forward_hook(lambda layer, given, z: z + 1)
     with warned() as said:
         model(**batch(1)), model(**batch(2))
-    assert len(said) == 1 and door.explain(model) in said[0] and "'add'" in said[0]
+    assert len(said) == 1 and door.explain(model) in said[0] and "'add' wants them; if an ad" in said[0]
+    door.patch(model).lm_head.modules_to_save["default"] = nn.Linear(adapter.in_features, V)
+    with warned():
+        model(**batch(1))
+    assert "was replaced after patch(model): call it again" in door.explain(model)
 
 
 def test_ligers_forward_is_said():

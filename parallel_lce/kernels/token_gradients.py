@@ -8,7 +8,7 @@ of exponentials s. With alpha alone, this is ``c_i e_ij`` with one factor per to
 times ``RoundedSums.mass`` for bf16. The saved row then stays, and the products apply ``c_i``: to the rows of the result
 of ``G @ weight``, and to the rows of ``x`` in ``G.T @ x``.
 
-Saved rows are rewritten, with ``c_i = 1``, for
+Saved rows are rewritten for
 - tokens of nearly equal logits, whose saved numbers are ``e_ij - 1`` if a gradient may be a small difference;
 - tokens with a window far from 0, whose exponentials are not ``exp(z)``;
 - tokens whose ``c_i`` is so small (< 2^-90) or so large that ``c_i x_i`` would lose precision or overflow, unless both
@@ -18,7 +18,8 @@ Saved rows are rewritten, with ``c_i = 1``, for
 - all tokens, if a soft-cap, ``gamma``, ``delta`` or ``epsilon`` acts on every entry, with selected entries, or in
   fp16.
 
-A rewritten row holds the gradient of the logits except at the target, computed from
+The last, and recomputed rows, hold the gradient of the logits except at the target, with ``c_i = 1``. The others hold
+p, with ``c_i = alpha_i``, if that is in the range of c: an entry of 1 is not rounded. They are computed from
 
     p = e exp(-M) / s           z - M = log e - M
 
@@ -29,6 +30,9 @@ Under a soft-cap the saved numbers are what it is applied to, and give z, p and 
 ``t_i`` is the gradient of the logit of token i's target y, formed in fp32 from that logit. Rounded to the low precision
 of G, this large number would dominate the errors of dX and dW. If no other token of G's rows has the target, ``G_iy``
 is therefore 0. If several tokens share the target, ``G_iy`` is ``t_i / c_i``, rounded.
+
+If ``c_i = 1`` for all rows, t_i takes away what the rounding of a row's largest entry adds: the rows of the weight may
+share a mean, which the sum of a token's gradients, 0, keeps out of dX.
 
 dX: the remainder d_i, which is ``t_i`` for an unshared target, is added in fp32:
 
@@ -78,6 +82,8 @@ from parallel_lce.kernels.logit_map import caps_of, recapped, scales_of, slope_o
 _ONE_LARGE_ENTRY, _NEAR = tl.constexpr(ONE_LARGE_ENTRY), tl.constexpr(NEAR)
 # Smallest c for which c * x keeps the full precision of bf16 for x down to 2^-36. Its inverse is the largest c.
 _LEAST_COEFFICIENT, _LARGEST_COEFFICIENT = tl.constexpr(2.0**-90), tl.constexpr(2.0**90)
+# Most that t may change, relative to it: as much as in bf16.
+_ROUNDING = tl.constexpr(2.0**-8)
 # Most tokens per program, whose rows are rewritten one by one, and fewest programs that have several; tokens per step
 # of the search for shared targets.
 _TOKENS, _PROGRAMS, _COMPARED = 16, 128, tl.constexpr(512)
@@ -383,7 +389,8 @@ class TokenGradients(NamedTuple):
 
 @triton.jit
 def _target_gradient(row, hit, terms, alpha, upstream, rows, scale):
-    """The gradient of each target's logit, 0 for targets outside the shard."""
+    """The gradient of each target's logit, 0 for targets outside the shard; and that of the largest logit, 0 if it is
+    the target's."""
     base = finite_base(tl.load(terms.partial + row, mask=hit, other=0.0))
     sum_exp = tl.load(terms.partial + rows + row, mask=hit, other=1.0)
     logit = tl.load(terms.partial + 2 * rows + row, mask=hit, other=0.0)
@@ -392,7 +399,11 @@ def _target_gradient(row, hit, terms, alpha, upstream, rows, scale):
     if terms.coefficients.excess is not None:
         excess = times(tl.load(terms.coefficients.excess + row, mask=hit, other=0.0), upstream)
     g = gradient_of_entry(logit, base, sum_exp, excess, beta, terms.coefficients, row, hit)
-    return tl.where(hit, g * scale * slope_of(logit, terms.logit_map, row, hit), 0.0)
+    g = tl.where(hit, g * scale * slope_of(logit, terms.logit_map, row, hit), 0.0)
+    largest = gradient_of_entry(base, base, sum_exp, alpha, 0.0, terms.coefficients, row, hit)
+    largest *= scale * slope_of(base, terms.logit_map, row, hit)
+    is_largest = (logit >= base) | ((sum_exp < _ONE_LARGE_ENTRY) & (logit > base - _NEAR))
+    return g, tl.where(hit & (is_largest == 0), largest, 0.0)
 
 
 @triton.jit
@@ -435,7 +446,7 @@ def lce_backward_token_gradients(
     if targets.target is not None:
         target_id = local_ids(targets.target, row, rows, entries)
         hit = target_id >= 0
-        t = _target_gradient(row, hit, terms, alpha, upstream, rows, grad_scale)
+        t, largest = _target_gradient(row, hit, terms, alpha, upstream, rows, grad_scale)
         unshared = hit
         if FIND_SHARED:
             # In fp32: Triton compiles an integer maximum of bits to arrays on the stack.
@@ -469,7 +480,9 @@ def lce_backward_token_gradients(
         if targets.target is not None:
             logit = tl.load(partial + 2 * rows + row, mask=valid, other=0.0)
         keeps &= (sum_exp >= _ONE_LARGE_ENTRY) | (logit > base - _NEAR) | (alpha == 0.0)
-        c = tl.where(keeps, coefficient, 1.0)
+        whole = alpha * grad_scale
+        whole = tl.where((tl.abs(whole) >= _LEAST_COEFFICIENT) & (tl.abs(whole) <= _LARGEST_COEFFICIENT), whole, 1.0)
+        c = tl.where(keeps, coefficient, whole)
         rewritten = valid & (keeps == 0)
         # Only alpha is given: with other coefficients, or a soft-cap, all rows were rewritten before.
         if tl.max(tl.where(rewritten, 1.0, 0.0), 0) != 0.0:
@@ -487,7 +500,7 @@ def lce_backward_token_gradients(
                             _number_of(is_flat, lane, number),
                             1.0,
                         ),
-                        (_number_of(alpha_over_sum, lane, number), 0.0, 0.0, 0.0),
+                        (_number_of(alpha_over_sum / whole, lane, number), 0.0, 0.0, 0.0),
                         terms,
                         rows,
                         0,
@@ -501,9 +514,14 @@ def lce_backward_token_gradients(
     if outputs.dx_factor is not None:
         tl.store(outputs.dx_factor + row, c, mask=valid)
     if targets.target is not None:
-        factor = c
+        factor, of_fp16 = c, 1.0
         if fp16_scale is not None:
-            factor /= tl.load(fp16_scale)
+            of_fp16 = tl.load(fp16_scale)
+            factor /= of_fp16
+        if maxima is None:  # every row of G holds the gradient, rounded
+            added = (largest * of_fp16).to(gradient.dtype.element_ty).to(tl.float32) / of_fp16 - largest
+            cancels = ((t < 0.0) != (largest < 0.0)) & (tl.abs(added) <= tl.abs(t) * _ROUNDING)
+            t -= tl.where(cancels, added, 0.0)
         here = hit & (target_id >= first) & (target_id < first + slice_entries)
         entry, left = write_target(gradient, row, target_id - first, stride, here, t, factor, unshared)
         tl.store(targets.residual + row, left, mask=valid)

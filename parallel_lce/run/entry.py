@@ -39,7 +39,9 @@ def fused_loss(
     if weights_learn:  # another call, also for the other ranks
         check(options, autocasted(tensors), group)
         debug.compare_later({"token_weight": weights})
-        options, tensors = options._replace(reduction="none"), tensors._replace(token_weight=None)
+        function = f"{options.function}, {reduction=}, of weights that learn"
+        options = options._replace(function=function, reduction="none")
+        tensors = tensors._replace(token_weight=None)
     if mask is not None or counted_tokens is not None:
         options, tensors, compaction = compacted(options, tensors, group, mask, counted_tokens, main_grad)
         weights = compaction.of(weights) if weights_learn else weights

@@ -68,7 +68,7 @@ EXPOSED = {
     "loss, dtype": (_cast(torch.float16), "dtype", "torch.bfloat16", "torch.float16", _cast(torch.bfloat16)),
     "statistics, a loss": (dict(function="loss", reduction="none"), "function", "'token_.*'", "'linear_cross_.*'"),
     "loss, learning": (_learning, "function", ".*entropy'", ".*reduction='mean', of.*", _weighted),
-    "loss, both learn": (dict(reduction="sum"), "function", ".*'mean'.*", ".*'sum'.*", lambda a: _learning(_weighted(a))),
+    "loss, both learn": (dict(reduction="sum"), "function", ".*mean.*", ".*sum.*", lambda a: _learning(_weighted(a))),
     "selected, offsets": (lambda a: _pairs(a, 3), "selected_offsets", DIGEST, DIGEST, _pairs),
     "selected, ids": (_moved("selected", 4), "selected", DIGEST, DIGEST),
     "logits, smoothing": (dict(label_smoothing=0.1), "label_smoothing", "0.0", "0.1"),

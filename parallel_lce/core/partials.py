@@ -58,9 +58,10 @@ NEAR = 0.3
 """With a sum below ``ONE_LARGE_ENTRY``, a recomputed logit closer than this to the maximum belongs to the largest
 entry. Its exact value is the maximum."""
 
-NEAR_ZERO = 0.5
-"""Of saved exponentials a logit below this in magnitude takes the place if a gradient may be a small difference
-(:attr:`Columns.differ`). A rounded exponential has the error of a rounding of 1 in z, the rounded logit one of |z|."""
+FLAT = 0.5
+"""If most logits of a token are closer than this to a number c, exp(z - c) - 1 is saved in place of its exponentials,
+where a gradient may be a small difference (:attr:`Columns.differ`): a rounded exponential has the error of a rounding
+of 1 in z."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -101,17 +101,21 @@ def fast_log2(x):
 
 @triton.jit
 def flattened(e, flat):
-    """The numbers to save of exponentials. ``flat``: 0, and they are ``e``; or 1 for a token with most logits near 0,
-    and they are ``e - 1``, whose rounding is relative to z. An e below 0.6 keeps its digits in another range."""
+    """The numbers to save of exponentials. ``flat``: 0, and they are ``e``; or exp(-c) for a token with most logits
+    near a number c, and they are ``exp(z - c) - 1``, whose rounding is relative to z - c. An exponential below 0.6
+    keeps its digits in another range."""
     is_flat = flat > 0.0
     one, least = tl.where(is_flat, 1.0, 0.0), tl.where(is_flat, 0.6, -1.0)
+    e *= tl.where(is_flat, flat, 1.0)
     return tl.where(e < least, e * -_FAR_BELOW - 1.0, e - one)
 
 
 @triton.jit
 def unflattened(saved, flat):
     """The exponentials of :func:`flattened`."""
-    return tl.where(saved < -0.5, (saved + 1.0) * (-1.0 / _FAR_BELOW), saved + tl.where(flat > 0.0, 1.0, 0.0))
+    is_flat = flat > 0.0
+    e = tl.where(saved < -0.5, (saved + 1.0) * (-1.0 / _FAR_BELOW), saved + tl.where(is_flat, 1.0, 0.0))
+    return e / tl.where(is_flat, flat, 1.0)
 
 
 @triton.jit

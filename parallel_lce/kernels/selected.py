@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.core.partials import NEAR_ZERO
+from parallel_lce.core.partials import FLAT
 from parallel_lce.core.selection import Selection
 from parallel_lce.kernels.arithmetic import add_product, exact_logit, finite_base, gradient_of_entry, largest_of, loaded
 from parallel_lce.kernels.epilogue import GradientTerms
@@ -31,9 +31,11 @@ _ROWS_OF_FEW = 4, 2048, 4
 _STEP = tl.constexpr(32)
 # Of the targets' logits: tokens per program, and vocabulary rows of the sample.
 _TOKENS = tl.constexpr(64)
-_NEAR_ZERO = tl.constexpr(NEAR_ZERO)
+_NEAR = tl.constexpr(FLAT)
 # Entries this far below the largest do not count, such as those that a bias masks.
 _COUNTED = tl.constexpr(20.0)
+# With a common logit beyond this, the exponentials of other logits might overflow.
+_FARTHEST = tl.constexpr(16.0)
 
 
 @triton.jit
@@ -250,6 +252,12 @@ def log_softmax_of_sets(
     return out
 
 
+@triton.jit
+def _near(sample, counted, common):
+    """The number of logits near the ``common`` one, of each token."""
+    return tl.sum(tl.where(counted & (tl.abs(sample - common) < _NEAR), 1.0, 0.0), 1)
+
+
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "step"])
 def lce_forward_target_logits(
@@ -308,9 +316,11 @@ def lce_forward_target_logits(
             sample = softcapped(sample, caps)
         top = tl.max(tl.where(sampled[None, :], sample, -float("inf")), 1)
         counted = sampled[None, :] & (sample > top[:, None] - _COUNTED)
-        near = tl.sum(tl.where(counted & (tl.abs(sample) < _NEAR_ZERO), 1.0, 0.0), 1)
-        is_flat = 2.0 * near > tl.sum(tl.where(counted, 1.0, 0.0), 1)
-        tl.store(flat + r, is_flat.to(tl.float32), mask=valid)
+        number = tl.sum(tl.where(counted, 1.0, 0.0), 1)
+        mean = tl.sum(tl.where(counted, sample, 0.0), 1) / number
+        common = tl.where(_near(sample, counted, 0.0) > 0.5 * number, 0.0, mean)
+        is_flat = (_near(sample, counted, common[:, None]) > 0.5 * number) & (tl.abs(common) < _FARTHEST)
+        tl.store(flat + r, tl.where(is_flat, tl.exp(-common), 0.0), mask=valid)
 
 
 def target_logits(
@@ -324,8 +334,8 @@ def target_logits(
     equals it to the bit. The mainloop does not pick targets out of its tiles: tiles would then differ in time, and its
     programs would fall out of step.
 
-    ``flat``: 1 for tokens of which most logits are near 0, of 64 evenly spaced rows of the weight, 0 for others
-    (:func:`parallel_lce.kernels.arithmetic.flattened`); None if no gradient can be a small difference.
+    ``flat``: exp(-c) for tokens of which most logits are near a number c, of 64 evenly spaced rows of the weight, 0 for
+    others (:func:`parallel_lce.kernels.arithmetic.flattened`); None if no gradient can be a small difference.
     """
     x, weight = product.x, product.weight
     (rows, k_size), entries = x.shape, weight.shape[0]

@@ -48,7 +48,8 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
             return real(input_)
 
         def say(_: Source, use: str) -> None:
-            fusion.say(self.training, f"{use!r} of the output layer's result wants them; if an adapter does so, merge it")
+            what = f"{use!r} of the output layer's result wants them"
+            fusion.say(self.training, f"{what}; if an adapter does so, merge it")
 
         group: Any = self.tp_group
         ranks = group.size() if self.sequence_parallel and group is not None else 1

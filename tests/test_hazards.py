@@ -237,7 +237,7 @@ def test_a_mean_of_more_tokens_than_are_added_at_a_time_is_exact(device, monkeyp
 
 
 @pytest.mark.parametrize(("kind", "name"), [("nearly equal", "bf16"), ("sure", "bf16"), ("sure", "fp16")])
-def test_roundings_of_one_kind_add_nothing_along_a_mean_of_the_weights_rows(kind, name, budget, device):
+def test_roundings_of_one_kind_add_nothing_along_a_mean_of_the_weights_rows(kind, name, budget, backend, device):
     """Saved exponentials of nearly equal logits are all rounded up. Of a token that is sure of another entry than its
     target, two gradients of logits are nearly all."""
     x, weight, target = normal(24, 64), normal(900, 64, seed=1), torch.arange(24, device=device)
@@ -247,7 +247,7 @@ def test_roundings_of_one_kind_add_nothing_along_a_mean_of_the_weights_rows(kind
     found = linear_cross_entropy(*leaves, target, reduction="none", logits_budget=budget)
     exact, torchs = (dense_loss(t, dtype, "none", upstream) for dtype in (torch.float64, t.x.dtype))
     dx, dweight = torch.autograd.grad(found, leaves, upstream)
-    factor = 1.2 if kind == "sure" else 0.02 if budget is None else 0.05
+    factor = 1.2 if kind == "sure" or backend == "torch" else 0.01 if budget is None else 0.05
     assert_no_worse(dx, exact["dx"], torchs["dx"], factor)
     assert_no_worse(dweight, exact["dweight"], torchs["dweight"], 1.2)
 

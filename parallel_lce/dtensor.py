@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -56,9 +56,9 @@ class DTensorAdapter:
         # After `enter` the options and the group of the call, from the placements.
         self.options, self.group, self._reduction = options, group, reduction
         self._input, self._weight = tensors.input, tensors.linear_weight
-        # The DTensors' mesh, and its dimension of tensor parallelism. None: input and weight are plain.
+        # The DTensors' mesh, its tensor-parallel dimension, and the ranks of that. None: input and weight are plain.
         self.mesh: Any = None
-        self._tp: int | None = None
+        self._tp, self._ranks = cast(Any, None), 1
         # P if the sequence is sharded along the second dimension, else 1.
         self.parts = 1
 
@@ -74,7 +74,7 @@ class DTensorAdapter:
             self.mesh = self._weight.device_mesh
             self._place_weight()
             split = self._split()
-            if sequence_parallel and split is None and self._tp is not None and self.mesh.size(self._tp) > 1:
+            if sequence_parallel and split is None and self._ranks > 1:
                 raise ValueError(f"sequence_parallel=True, and {_placed('input', self._input)}: shard it or omit it")
             sequence_parallel, sequence_dim = split is not None, split or 0
             self._place_tokens()
@@ -110,9 +110,9 @@ class DTensorAdapter:
             raise ValueError(f"vocab_size={size} exceeds the {entries} rows of linear_weight")
         if sharded:
             self._tp = tp = sharded[0]
-            self.group, ranks = group, mesh.size(tp)
-            if entries % ranks:
-                first = min(mesh.get_local_rank(tp) * -(-entries // ranks), entries)
+            self.group, self._ranks = group, mesh.size(tp)
+            if entries % self._ranks:
+                first = min(mesh.get_local_rank(tp) * -(-entries // self._ranks), entries)
                 self.options = self.options._replace(vocab_start=first, vocab_size=entries if size is None else size)
 
     def _place_tokens(self) -> None:
@@ -145,8 +145,7 @@ class DTensorAdapter:
                     f"{_placed('input', x)}: on mesh dimension {dim} it must be Replicate, or Shard of the first or "
                     "second dimension of the tokens"
                 )
-        is_alone = self._tp is None or self.mesh.size(self._tp) == 1
-        split = None if is_alone or x.placements[self._tp].is_replicate() else x.placements[self._tp].dim
+        split = None if self._ranks == 1 or x.placements[self._tp].is_replicate() else x.placements[self._tp].dim
         dims = [dim for dim, placement in enumerate(x.placements) if _shards(placement, (split,))]
         if dims and (dims[-1] != self._tp or x.shape[split] % math.prod([self.mesh.size(dim) for dim in dims])):
             raise ValueError(

@@ -37,11 +37,12 @@ _running: ContextVar[SimpleNamespace | None] = ContextVar("_running", default=No
 
 
 class _Door:
-    """What :func:`patch` leaves in a model and in its output layer: the options, the loss, and what was said."""
+    """What :func:`patch` leaves in a model and in its output layer: the options, the loss, what was said, and whether a
+    fused loss ran."""
 
     def __init__(self, name: str, accuracy: bool, metrics: bool, eval_logits: bool, options: dict[str, Any]) -> None:
         self.name, self.token_accuracy, self.token_metrics, self.eval_logits = name, accuracy, metrics, eval_logits
-        self.options, self.said = options, dict[str, str]()
+        self.options, self.said, self.ran = options, dict[str, str](), False
         # The output layer's unit of FSDP, if that is of more than the layer. A checkpoint asks for it in backward.
         self.in_a_unit = ""
 
@@ -99,7 +100,7 @@ class _Door:
 
     def _fused(self, logits: DeferredLogits, target: Tensor, ignore: int, items: Any, count: Any) -> tuple:
         """The loss, and the metrics as fields of the output. ``items``: what the sum is divided by; None: the mean."""
-        metrics, counted = dict[str, Tensor](), target != ignore
+        metrics, counted, self.ran = dict[str, Tensor](), target != ignore, True
         options: dict[str, Any] = {**self.options, **(logits.epilogue() or {})}
         options["logits_budget"] = lean_budget(options["logits_budget"])
         options.update(reduction="mean" if items is None else "sum", ignore_index=ignore, counted_tokens=count)
@@ -343,11 +344,12 @@ def unpatch(model: _Model) -> _Model:
 
 
 def explain(model: nn.Module) -> str:
-    """ "fused"; or why training losses of ``model`` make logits, as far as it was said. Collectives: none."""
+    """ "fused" after a fused loss; or why losses of ``model`` make logits, if it was said. Collectives: none."""
     door = vars(_owner(model)).get(_DOOR)
     if door is None:
         return "patch(model) was not called"
-    return next((what for key, what in door.said.items() if not key.startswith("beside")), "fused")
+    fused = "fused" if door.ran else "no fused loss has run yet"
+    return next((what for key, what in door.said.items() if not key.startswith("beside")), fused)
 
 
 def _output_layers(model: Any) -> list[nn.Linear]:

@@ -179,6 +179,7 @@ def test_fuse_and_explain(member):
     second.output_layer = None
     assert explain([first, second]) == [replaced, no_layer]
     assert fuse([first, second]) == ["fused", no_layer]
+    assert fuse(first, cross_entropy="logits") == ["fused"] and "cross_entropy='logits'" in explain(first)[0]
     unpatch()
     assert explain(first) == ["unpatch() was called; call fuse(model)"]
     with pytest.raises(ValueError, match="zloss is no setting: take one of cross_entropy, "):

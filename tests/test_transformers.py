@@ -272,7 +272,7 @@ def test_evaluation_is_as_before_patch(member, release, eval_logits):
         if release != "stand-in":
             length = {"max_new_tokens": 5, "do_sample": False}
             assert torch.equal(model.train().generate(ids[:, :4], **length), own.generate(ids[:, :4], **length))
-    assert explain(model) == "fused"
+    assert explain(model) == ("no fused loss has run yet" if eval_logits else "fused")
 
 
 @RELEASE_ALONE
@@ -306,7 +306,7 @@ def test_other_models_and_options_are_refused():
     model.forward = patch(model).forward
     with pytest.raises(ValueError, match=r"metrics need CausalLM.forward, which was replaced"):
         patch(model, token_accuracy=True)
-    assert door.explain(model) == "fused", "a refused call changes nothing"
+    assert "no fused loss" in door.explain(model), "a refused call changes nothing"
     model.loss_function = F.cross_entropy
     with pytest.raises(ValueError, match="loss_function of CausalLM must be transformers' ForCausalLMLoss, got <fun"):
         patch(model)

@@ -216,19 +216,18 @@ def patched(**options):
 
 def test_words_are_said_once_and_explain_says_them_again():
     model = patched()
-    assert door.explain(model) == "fused" and "not called" in door.explain(door.unpatch(copy.deepcopy(model)))
+    assert "no fused loss" in door.explain(model) and "not called" in door.explain(door.unpatch(copy.deepcopy(model)))
     model.lm_head = ModulesToSave(model.lm_head)
     adapter = model.lm_head.modules_to_save["default"]
-    assert door.explain(model) == "fused" and isinstance(adapter, door.Linear)
+    assert "no fused loss" in door.explain(model) and isinstance(adapter, door.Linear)
     assert isinstance(door.patch(model).lm_head.original_module, door.Linear)
     adapter.register_forward_hook(lambda layer, given, z: z + 1)
     with warned() as said:
         model(**batch(1)), model(**batch(2))
     assert len(said) == 1 and door.explain(model) in said[0] and "'add' wants them; if an ad" in said[0]
     door.patch(model).lm_head.modules_to_save["default"] = nn.Linear(adapter.in_features, V)
-    with warned():
+    with pytest.warns(door.LogitsWarning, match=r"was replaced after patch\(model\): call it again"):
         model(**batch(1))
-    assert "was replaced after patch(model): call it again" in door.explain(model)
 
 
 def test_ligers_forward_is_said():

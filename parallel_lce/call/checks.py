@@ -297,7 +297,9 @@ class OutsideVocabulary(ValueError, IndexError):
     """A target that is no id. torch's losses raise ``IndexError``, this package's checks ``ValueError``."""
 
 
-def check_target(options: Options, target: Tensor | None, vocab_size: int | None, mask: Tensor | None = None) -> None:
+def check_target(
+    options: Options, target: Tensor | None, vocab_size: int | None, layout: Layout, mask: Tensor | None = None
+) -> None:
     """Raise :class:`OutsideVocabulary` for the first target outside ``[0, vocab_size)`` that would give NaN. Waits for
     the device. ``mask``: the tokens that count."""
     if target is None or vocab_size is None or options.ignore_index is None or not options.outside_is_nan:
@@ -311,11 +313,11 @@ def check_target(options: Options, target: Tensor | None, vocab_size: int | None
         position = int(outside.flatten().nonzero()[0])
         raise OutsideVocabulary(
             f"target {int(target.flatten()[position])} at position {position} is outside [0, {vocab_size}) and is not "
-            f"{'-100' if options.kind == 'statistics' else 'ignore_index'}{_hint_of_a_group()}"
+            f"{'-100' if options.kind == 'statistics' else 'ignore_index'}{_hint_of_a_group(layout.ranks)}"
         )
 
 
-def _hint_of_a_group(ranks: int = 1) -> str:
+def _hint_of_a_group(ranks: int) -> str:
     """What a refusal adds where a shard may have been passed without its group. ``ranks``: of the call."""
     alone = ranks > 1 or not dist.is_initialized() or dist.get_world_size() == 1
     return "" if alone else ". If linear_weight is a shard of the vocabulary, pass the process_group of all shards"

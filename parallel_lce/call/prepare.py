@@ -160,7 +160,7 @@ def _planned(
     number = None
     if debug.enabled():
         vocab_size = debug.check_together(options, tensors, layout, gradients)
-        check_target(options, as_int64(tensors.target), vocab_size)
+        check_target(options, as_int64(tensors.target), vocab_size, layout)
         number = debug.next_call(layout)
     shard = Shard.of(weight.shape[0], layout, options.vocab_start, options.vocab_size)
     if layout.ranks > 1:
@@ -203,7 +203,7 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
     if target is not None and not (target.dim() == 1 and target.dtype is torch.int64 and target.is_contiguous()):
         target = as_int64(target).reshape(-1).contiguous()
     if target is not None and known.checked_vocab_size is not None:
-        check_target(known.options, target, known.checked_vocab_size)
+        check_target(known.options, target, known.checked_vocab_size, layout)
     logit_map = known.logit_map
     if scale is not None or temperature is not None or token_weight is not None:
         dtype = accumulation_dtype(hidden.dtype)

@@ -60,7 +60,8 @@ def token_log_probs(
     """Log-probabilities of ``labels``, and entropies, without the ``[s, b, V/P]`` logits: docs/rl.md.
 
     Calls ``model``, a GPTModel, MambaModel or HybridModel in any wrappers, and fuses it at the first call. Its settings
-    apply; with ``entropy`` gradients are exact.
+    apply, but not those of the model's own loss: ``z_loss``, ``label_smoothing`` and ``token_metrics``. Gradients are
+    exact with ``entropy``.
 
     Args:
         input_ids, position_ids, attention_mask, forward_arguments: as in the model's forward. ``loss_mask`` masks only

@@ -110,6 +110,12 @@ class Fusion:
         scoring = running.get()
         return scoring if scoring is not None and scoring.fusion is self else None
 
+    def answer(self) -> str:
+        """Of a fused model, what ``explain`` says."""
+        if self.settings.cross_entropy == "logits":
+            return "its settings have cross_entropy='logits'"
+        return self.said[0] if self.said else "fused"
+
     def refuse_changes(self, reason: str | None, training: bool) -> None:
         """Raise if a setting changes the loss, which is not fused for this reason. Not for losses that nobody wants:
         Megatron 0.19 forms those of MTP heads without labels, too."""

@@ -68,8 +68,8 @@ def unpatch() -> None:
 def fuse(model: Any, **given: Any) -> list[str]:
     """Fuse a built Megatron model, whatever loss its configuration names, in any wrappers; or a list of its chunks.
 
-    ``given``: settings of :func:`patch`, of this model alone. Without any it keeps those of its own, else follows
-    ``patch``. Its output layer becomes a subclass of the same name, with the same parameters and state dict.
+    ``given``: settings of this model, in place of all of :func:`patch`. Without any it keeps those of its own, else
+    follows ``patch``. Its output layer becomes a subclass of the same name, with the same parameters and state dict.
 
     Returns for each chunk "fused", or the reason why not. Collectives: none. Raises as :func:`patch`, and
     ``ValueError`` for a chunk that is no language model of Megatron's.
@@ -83,7 +83,7 @@ def fuse(model: Any, **given: Any) -> list[str]:
 
 def explain(model: Any) -> list[str]:
     """Of each chunk of a Megatron model "fused", or why it is not, or why its training made logits, if it was said."""
-    return [why_not_fused(chunk) or next(iter(vars(chunk)[MARK].said), "fused") for chunk in _chunks(model)]
+    return [why_not_fused(chunk) or vars(chunk)[MARK].answer() for chunk in _chunks(model)]
 
 
 def _chunks(model: Any) -> list[Any]:

@@ -189,7 +189,7 @@ def compacted(
             debug.compare_later({"counted_tokens": count, "mask": counts})
             gradients = gradients_of(tensors, main_grad, needs_of(tensors))
             vocab_size = debug.state.vocab_size = debug.check_together(options, tensors, layout, gradients)
-        check_target(options, as_int64(tensors.target), vocab_size, counts)
+        check_target(options, as_int64(tensors.target), vocab_size, layout, counts)
     compaction = Compaction(counts, count)
     hidden = in_memory(tensors.input)
     if layout.sequence_parallel:  # no Function, since graphs of torch 2.11 cannot break here

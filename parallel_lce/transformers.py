@@ -320,10 +320,12 @@ def patch(
         raise ValueError(f"the output layer of {name} {needed}, got a {given.__name__}")
     if (token_accuracy or token_metrics) and given is not None:
         raise ValueError(f"metrics need {name}.forward, which was replaced: patch the model before that")
-    unpatch(model)
-    own, kind = owner.loss_function, type(owner)
-    if not neighbours.is_causal_lm_loss(own):
+    own, door = owner.loss_function, vars(owner).get(_DOOR)
+    is_ours = door is not None and getattr(own, "func", None) == door.loss
+    if not (is_ours or neighbours.is_causal_lm_loss(own)):
         raise ValueError(f"the loss_function of {name} must be transformers' ForCausalLMLoss, got {own!r}")
+    unpatch(model)
+    kind = type(owner)
     eval_logits = eval_logits and not (token_accuracy or token_metrics)
     options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
     door = _Door(name, token_accuracy, token_metrics, eval_logits, options)

@@ -63,8 +63,7 @@ def _left_out(items: list[pytest.Item], everything: bool) -> set[pytest.Item]:
 
 
 def _covering(items: list[pytest.Item], size: int) -> list[pytest.Item]:
-    """Few of a test's items in which all sets of ``size`` values occur: of each parameter, or of those that its mark
-    names."""
+    """Few of a test's items with all sets of ``size`` values: of each parameter, or of those that its mark names."""
     names = items[0].get_closest_marker("thinned").args
     values = {item: sorted(_values(item.callspec.params, names)) for item in items}
     sets = {item: {*combinations(own, min(size, len(own)))} for item, own in values.items()}

@@ -1,5 +1,4 @@
-"""Small Megatron-core models of every kind that the switch must serve, built from one description; and the releases of
-megatron-core that they run on."""
+"""Small Megatron-core models of every kind that the switch must serve, and the releases that they run on."""
 
 from __future__ import annotations
 

@@ -128,8 +128,7 @@ def switched(spec: Model, cross_entropy: str = "output_layer") -> dict:
 
 
 def compare(member: Member, spec: Model, cross_entropy: str = "output_layer") -> None:
-    """Training with the switch equals stock's. Errors of losses are absolute, those of gradients and parameters
-    relative to their norm."""
+    """Training with the switch equals stock's. Errors of losses are absolute, the others relative to their norm."""
     # With fused accumulation stock drops the MTP embedding's gradient where PP > 1 and weights are tied.
     drops = spec.fusion and spec.tied and spec.mtp and spec.pipeline > 1
     stock, truth = train(member, replace(spec, fusion=False) if drops else spec, {})

@@ -1,6 +1,5 @@
-"""Runs every kernel under compute-sanitizer, on a GPU: memcheck, initcheck and synccheck; racecheck does not follow the
-barriers of gl.warp_specialize. Exit status 1 if a tool reports anything, or a kernel did not run. The whole output is
-in outputs/sanitize."""
+"""Runs every kernel under compute-sanitizer, on a GPU; not racecheck, which follows no barriers of gl.warp_specialize.
+Exit status 1 if a tool reports anything, or a kernel did not run. Whole outputs are in outputs/sanitize."""
 
 import argparse
 import os

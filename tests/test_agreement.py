@@ -183,7 +183,7 @@ WHOLE = torch.arange(V * D).view(V, D)
 MESSAGES = {
     "loss, hidden states": (
         lambda a, rank: dict(input=torch.cat([a["input"][:3], -a["input"][3:]]) if rank == 2 else a["input"]),
-        r"disagree about input: token 3 has norm (\S+) on rank 0 and \1 on rank 2, along a random",
+        r"disagree about input \(.*\): token 3 has norm (\S+) on rank 0 and \1 on rank 2, along a random",
     ),
     "statistics, target": (lambda a, _: dict(target=_with(a["target"], 4, -7)), r"target -7 .* outside \[0, 30\)"),
     "loss, no row": (lambda a, _: dict(linear_weight=a["linear_weight"][:0], vocab_start=0), "none of the 3 shards"),
@@ -217,6 +217,9 @@ def test_debug_mode_names_calls_and_backwards_in_another_order(member):
         for options in ({}, dict(reduction="none", logits_budget=0), dict(reduce_hidden_grad=False)):
             with pytest.raises(ValueError, match=r"about the call whose backward runs: rank 0 has \d+, rank 1 has \d+"):
                 losses(**options)[member.rank].sum().backward()
+            if options.get("reduction") == "none":  # else it scales the gradients of this rank alone
+                with pytest.raises(ValueError, match=r"disagree about the upstream gradient: token 2 has norm"):
+                    losses(**options)[0][3 - member.rank :].sum().backward()
             for loss in losses(**options):
                 loss.sum().backward()
 

@@ -37,8 +37,7 @@ def problem(device: str):
 
 
 def allowed_errors(z, target):
-    """The largest error of each entry's probability: half a step of f, times ``|de / df| <= 8 e / f``. A step is at
-    most 1 / 253."""
+    """The largest error of each probability: half a step of f, at most 1 / 253, times ``|de / df| <= 8 e / f``."""
     p = z.softmax(1)
     hidden = p.scatter(1, target.clamp(min=0)[:, None], 0.0).where((target >= 0)[:, None], p)
     padded = torch.nn.functional.pad(hidden, (0, -V % WINDOW)).unflatten(1, (-1, WINDOW))

@@ -49,8 +49,7 @@ class Call:
 
 @contextmanager
 def all_waited_for():
-    """A collective that nobody waits for may write to memory that is somebody else's by then, and no CUDA graph can be
-    captured with it."""
+    """A collective that nobody waits for may write to memory of others, and no CUDA graph can be captured with it."""
     works = []
 
     def watched(start):

@@ -181,8 +181,7 @@ def test_statistics_are_compiled_but_twice_whatever_n(device):
 
 @pytest.mark.parametrize("name", ["some saved", "accumulated"])
 def test_a_graph_may_be_walked_again(name, device):
-    """The first walk uses up what was kept: a later one recomputes it, whatever autocast is around it, and writes over
-    nobody's result."""
+    """The first walk uses up what was kept: a later one recomputes it, in any autocast, and writes over no result."""
     t = operands(41, device)
     with shrunk(4000, (16, 32)), torch._functorch.config.patch(donated_buffer=False):
         value = compiled(loss_of(name))[0](t.x, t.weight, t.target).sum()

@@ -77,8 +77,7 @@ def of_classes(log_p, log_q, beta):
 
 
 def classes(log_p, ids, log_q, tail):
-    """``[N, K]`` or, with the tail, ``[N, K + 1]`` log-probabilities of student and teacher; -1e4 for none, instead of
-    -inf, whose gradients are NaN."""
+    """``[N, K]`` or, with the tail, ``[N, K + 1]`` log-probabilities; -1e4 for -inf, whose gradients are NaN."""
     there = (ids >= 0) & (ids < V) & (log_q != -torch.inf)
     ids = ids.long().where(there, V)
     log_p = torch.nn.functional.pad(log_p, (0, 1), value=-torch.inf)  # an entry that there is not
@@ -212,8 +211,7 @@ def test_fp16_gradients_of_a_large_mean_do_not_underflow(name, beta):
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_what_surrounds_the_call_changes_nothing(reduction, backend, device):
-    """Autocast, also around backward; compiled autograd; a teacher of inference mode. Of ignored tokens it and a scale
-    may be NaN."""
+    """Autocast, also around backward; compiled autograd; a teacher of inference mode; NaN of ignored tokens."""
     leaves, given = student(device, "bf16"), teacher("layer", device, "bf16")
     target = torch.tensor([-100, 0], device=device).repeat(N // 2)
 

@@ -75,8 +75,7 @@ def test_configurations_of_one_process_hold(kind, wanted, of):
 
 @pytest.mark.parametrize("edge", ["cap", "flat", "mean", "window", "nan", "cold", "close"])
 def test_configurations_at_an_edge_hold(edge, backend, device, of):
-    """A soft-cap that saturates, logits that are nearly equal, a NaN beside infinity, infinite temperatures, a teacher
-    like the student."""
+    """A saturated soft-cap, nearly equal logits, NaN beside infinity, infinite temperatures, equal teachers."""
     settings = program.Settings(seed=13, backend=backend, device=device)
     _hold(of, 6, 2, lambda c: c.edge == edge, lambda c: [execute(alone(device), c, backend)], 1, settings)
 

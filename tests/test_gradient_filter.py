@@ -1,5 +1,4 @@
-"""Gradients of which only tiles of large probabilities are exact, beside their definition in float64. Those of the
-torch backend are all exact."""
+"""Gradients of which only tiles of large probabilities are exact, beside their definition in float64."""
 
 from unittest import mock
 

@@ -252,6 +252,28 @@ def test_roundings_of_one_kind_add_nothing_along_a_mean_of_the_weights_rows(kind
     assert_no_worse(dweight, exact["dweight"], torchs["dweight"], 1.2)
 
 
+@pytest.mark.parametrize(("common", "other"), [(0.3, 0.0), (20.0, 0.0), (-10.0, 0.0), (3.0, -8.0)])
+def test_entropies_of_nearly_equal_logits_have_exact_gradients(common, other, budget, backend, device):
+    """They lie near any number, and a tenth elsewhere. What saved exponentials lose would show along the mean."""
+    mean, bias = normal(1, 64, seed=2), other * (normal(900, seed=3) > 1.3)
+    x = normal(16, 64)
+    x += (common - x @ mean.t()) * mean / mean.square().sum()
+    given = [v.bfloat16().to(device) for v in (x, 4e-4 * normal(900, 64, seed=1) + mean, bias)]
+
+    def gradient(dtype: torch.dtype) -> Tensor:
+        leaf, weight, bias = (v.to(dtype) for v in given)
+        leaf.requires_grad_()
+        z = linear(leaf, weight, bias)
+        return torch.autograd.grad(dense_statistics(z if dtype == torch.float64 else z.float())["entropy"].sum(), leaf)[
+            0
+        ]
+
+    leaf = given[0].clone().requires_grad_()
+    found = token_statistics(leaf, given[1], None, linear_bias=given[2], entropy=True, logits_budget=budget)
+    (dx,) = torch.autograd.grad(found.entropy.sum(), leaf)
+    assert_no_worse(dx, gradient(torch.float64), gradient(torch.bfloat16), 1.0 if backend == "triton" else 1.5)
+
+
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 def test_what_the_largest_logit_leaves_is_not_rounded_away(device):
     """1e-6 beside 1, of 12288 entries."""

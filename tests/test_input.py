@@ -47,8 +47,7 @@ CALLS = {
 @pytest.mark.parametrize("wrong", [-1, 2 * V, "uint64"])
 @on_ranks(2)
 def test_a_target_outside_the_vocabulary_is_refused(member, wrong, name):
-    """On a CPU, elsewhere in debug mode: with torch's type of error, before any collective. A token that does not count
-    may have any target."""
+    """On a CPU, elsewhere in debug mode: with torch's type of error, before any collective; not of ignored tokens."""
     arguments = good(member.device) | dict(process_group=member.group) | CALLS[name]
     function, target = arguments.pop("function", parallel_lce.linear_cross_entropy), arguments["target"]
     arguments["linear_weight"] = arguments["linear_weight"] + member.rank  # debug mode refuses equal shards

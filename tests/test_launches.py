@@ -68,8 +68,7 @@ def compiled(capability: int, release: str | None) -> list[dict]:
     ("capability", "release"), [(90, None), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
 )
 def test_every_launch_compiles(capability, release):
-    """With the mainloop of the architecture, within its shared memory and its registers: accumulators that are spilled
-    cost many times what they are for."""
+    """With the architecture's mainloop, within its shared memory and registers: spilled accumulators cost much."""
     found = compiled(capability, release)
     expected = kernel_calls.NAMES if capability >= 90 else kernel_calls.NAMES - FILTER
     assert {kernel["name"] for kernel in found} == expected

@@ -1,5 +1,4 @@
-"""The private interfaces that the package uses (core/private.py) do what it uses them for, where no other test shows
-it."""
+"""Private interfaces (core/private.py) do what the package uses them for, where no other test shows it."""
 
 import gc
 import re

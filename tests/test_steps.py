@@ -62,8 +62,7 @@ STRATEGIES = {
 
 @dataclass(frozen=True)
 class Call:
-    """``strategy``: a name. ``shards``: the ranks' rows, None for equal ones; those from ``vocab_size`` on are
-    padding."""
+    """``strategy``: a name. ``shards``: the ranks' rows, None for equal ones; from ``vocab_size`` on padding."""
 
     strategy: str
     ranks: int = 1
@@ -262,8 +261,7 @@ def undisturbed(step: Step, tensors) -> list[torch.Tensor]:
 
 
 def _disturbed(member: Member, call: Call, repetitions: int, seed: int):
-    """Whether each repetition's loss and gradients have other bits than the undisturbed run's; and the first loss, and
-    dX if all ranks have the same."""
+    """Whether a repetition has other bits than the undisturbed run; the first loss, and dX if ranks share it."""
     step = step_of(member, call)
     with chosen_backend(call.backend), step.small_blocks():
         sets = [step.data(number) for number in range(min(DATA, repetitions))]

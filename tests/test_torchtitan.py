@@ -1,5 +1,4 @@
-"""torchtitan's override: in the default suite with a stand-in of the release's contract; with --all with the release,
-beside its own chunked loss."""
+"""torchtitan's override: with a stand-in of the release's contract; with --all with the release, beside its loss."""
 
 import copy
 import importlib

@@ -306,10 +306,10 @@ def test_other_models_and_options_are_refused():
     model.forward = patch(model).forward
     with pytest.raises(ValueError, match=r"metrics need CausalLM.forward, which was replaced"):
         patch(model, token_accuracy=True)
-    assert "no fused loss" in door.explain(model), "a refused call changes nothing"
     model.loss_function = F.cross_entropy
     with pytest.raises(ValueError, match="loss_function of CausalLM must be transformers' ForCausalLMLoss, got <fun"):
         patch(model)
+    assert "no fused loss" in door.explain(model), "a refused call changes nothing"
     model = CausalLM(9, 4)
     model.lm_head = torch.nn.Sequential(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="layer of CausalLM must be an nn.Linear, or hold one .*, got a Sequential"):

@@ -1,5 +1,4 @@
-"""TRL's function, replaced and not: with a stand-in of its contract, and with --all with the release, whose fused head
-runs, too."""
+"""TRL's function, replaced and not: of a stand-in, and with --all of the release, whose fused head runs, too."""
 
 import contextlib
 import importlib

@@ -1,5 +1,4 @@
-"""What several test files share: tiny blocks and tiles, backends, small problems, records of blocks and of
-collectives."""
+"""What test files share: tiny blocks and tiles, backends, small problems, records of blocks and collectives."""
 
 import importlib
 import inspect
@@ -41,8 +40,7 @@ def alone(device: str = "cpu") -> Member:
 
 
 def everywhere(worlds, device: str, ranks: int, body, *arguments) -> list:
-    """``body(member, *arguments)`` on every rank with this process's choice of a backend; on this
-    process where there is but one."""
+    """``body(member, *arguments)`` on every rank with this process's backend; here where there is but one."""
     return [body(alone(device), *arguments)] if ranks == 1 else over(worlds(ranks), body, *arguments)
 
 
@@ -239,8 +237,7 @@ def unchecked():
 
 
 def ran(*command: object, timeout: float = 300, **options) -> subprocess.CompletedProcess:
-    """The end of a command on CPUs, whose environment has nothing of a launcher or of the user's shell, but that of
-    ``env``."""
+    """The end of a command on CPUs, whose environment has nothing of a launcher or the user's shell, but ``env``."""
     unset = ("PYTHONPATH", "PYTHONHOME", "PYTHON", "CDPATH", "RANK", "WORLD_SIZE", "TRITON_INTERPRET")
     environment = {k: v for k, v in os.environ.items() if k not in unset}
     environment |= {"PARALLEL_LCE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -199,6 +199,7 @@ class Piece:
                 window=1 if saved is None else window_of(saved, real),
                 find_shared=self._find_shared,
                 rewrite=self._rewrite,
+                selected=self._task.selection is not None,
             )
             return Slice(start, stop, gradient, tokens.dx_factor, tokens.dw_factor)
         if self.target is not None:

@@ -31,9 +31,9 @@ from parallel_lce.core.plan import GradientTraits, default_budget
 # Calls in debug mode so far, by the group. Names of groups are used again.
 _CALLS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
-# Largest allowed difference of a token's hidden states between ranks, relative to their norm: an all-reduce may round
-# them differently on each rank.
-_SAME_HIDDEN = 0.05
+# Largest allowed difference of a token's numbers between ranks, relative to their norm: an all-reduce may round them
+# differently on each rank.
+_NEAR = 0.05
 
 
 def enabled() -> bool:
@@ -83,17 +83,21 @@ def compare_later(values: Mapping[str, object]) -> None:
 
 
 def agree(
-    layout: Layout, function: str, values: Mapping[str, object], shard: Part | None = None, hidden: Tensor | None = None
+    layout: Layout,
+    function: str,
+    values: Mapping[str, object],
+    shard: Part | None = None,
+    near: tuple[str, Tensor] | None = None,
 ) -> list[Part]:
     """The exchange. Raises ``ValueError`` on every rank unless all run the same ``function`` with the same ``values``,
-    of tensors the same elements, and the same ``hidden`` states ``[..., D]`` up to rounding.
+    of tensors the same elements, and up to rounding the same numbers ``[..., D]`` of each token, ``near``, with a name.
 
     Returns every rank's ``shard``. Collectives: two all-gathers, of 1 int64 and of the longest message's bytes.
     """
     values, state.others = {"function": function, **values, **state.others}, {}
     texts = {name: _text(value) for name, value in values.items()}
-    projected = None if hidden is None else _projected(hidden)
-    messages = _gathered(layout, {"texts": texts, "shard": shard, "hidden": projected})
+    projected = None if near is None else _projected(near[1])
+    messages = _gathered(layout, {"texts": texts, "shard": shard, "near": projected})
     refusing = [rank for rank, message in enumerate(messages) if "refusal" in message]
     if refusing:
         reason = f"rank {refusing[0]} because: {messages[refusing[0]]['refusal']}"
@@ -107,8 +111,8 @@ def agree(
                 break
     if differing:
         raise ValueError(f"the ranks of process_group disagree about {'; '.join(differing)}")
-    if hidden is not None:
-        _check_hidden([message["hidden"] for message in messages])
+    if near is not None:
+        _check_near(near[0], [message["near"] for message in messages])
     if shard is None:
         return []
     shards = [(start, rows, values) for start, rows, values in (message["shard"] for message in messages)]
@@ -137,8 +141,9 @@ def check_together(options: Options, tensors: Tensors, layout: Layout, gradients
         }
         # The numbers of each token take the place of an option's one.
         values |= tensors._replace(input=None, linear_weight=None, linear_bias=None).named()
-        whole = None if layout.sequence_parallel else hidden
-        shards = agree(layout, options.function, values, shards[0], whole)
+        name = "input (without sequence_parallel all ranks have the same tokens)"
+        near = None if layout.sequence_parallel else (name, hidden)
+        shards = agree(layout, options.function, values, shards[0], near)
     return _covered(shards, options.vocab_size)
 
 
@@ -182,24 +187,24 @@ def _text(value: object) -> str:
     return f"{len(numbers)} values of digest {sha256(array('d', numbers.tolist())).hexdigest()[:12]}"
 
 
-def _projected(hidden: Tensor) -> list[list[float]]:
-    """Of each token the norm of its hidden states, and their component along one random direction."""
-    flat = hidden.detach().reshape(-1, max(1, hidden.shape[-1])).double()
+def _projected(numbers: Tensor) -> list[list[float]]:
+    """Of each token the norm of its numbers, and their component along one random direction."""
+    flat = numbers.detach().reshape(-1, max(1, numbers.shape[-1])).double()
     generator = torch.Generator().manual_seed(0)
     direction = torch.randn(flat.shape[1], generator=generator, dtype=torch.float64, device="cpu").to(flat.device)
     return torch.stack([flat.norm(dim=1), flat @ direction]).nan_to_num().tolist()
 
 
-def _check_hidden(projected: list[list[list[float]]]) -> None:
-    """Raise ``ValueError`` unless all ranks have the same hidden states."""
+def _check_near(name: str, projected: list[list[list[float]]]) -> None:
+    """Raise ``ValueError`` unless all ranks have nearly the same numbers."""
     norm, along = torch.tensor(projected, dtype=torch.float64, device="cpu").unbind(1)
-    apart = (norm - norm[0]).abs() + (along - along[0]).abs() > _SAME_HIDDEN * norm.amax(0)
+    apart = (norm - norm[0]).abs() + (along - along[0]).abs() > _NEAR * norm.amax(0)
     if apart.any():
         rank, token = apart.nonzero()[0].tolist()
         raise ValueError(
-            f"the ranks of process_group disagree about input: token {token} has norm {norm[0, token]:.6g} on rank 0 "
+            f"the ranks of process_group disagree about {name}: token {token} has norm {norm[0, token]:.6g} on rank 0 "
             f"and {norm[rank, token]:.6g} on rank {rank}, along a random direction {along[0, token]:.6g} and "
-            f"{along[rank, token]:.6g} (without sequence_parallel all ranks have the same tokens)"
+            f"{along[rank, token]:.6g}"
         )
 
 

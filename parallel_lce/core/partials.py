@@ -59,9 +59,9 @@ NEAR = 0.3
 entry. Its exact value is the maximum."""
 
 FLAT = 0.5
-"""If most logits of a token are closer than this to a number c, exp(z - c) - 1 is saved in place of its exponentials,
-where a gradient may be a small difference (:attr:`Columns.differ`): a rounded exponential has the error of a rounding
-of 1 in z."""
+"""If most logits of a token are closer than this to a number c from -18 to 60, exp(z - c) - 1 is saved in place of its
+exponentials, where a gradient may be a small difference (:attr:`Columns.differ`): a rounded exponential has the error
+of a rounding of 1 in z."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -34,8 +34,8 @@ _TOKENS = tl.constexpr(64)
 _NEAR = tl.constexpr(FLAT)
 # Entries this far below the largest do not count, such as those that a bias masks.
 _COUNTED = tl.constexpr(20.0)
-# With a common logit beyond this, the exponentials of other logits might overflow.
-_FARTHEST = tl.constexpr(16.0)
+# Common logits c for which exponentials are exp(z), and exp(z - c) of other logits does not overflow.
+_LOWEST, _HIGHEST = tl.constexpr(-18.0), tl.constexpr(60.0)
 
 
 @triton.jit
@@ -252,12 +252,6 @@ def log_softmax_of_sets(
     return out
 
 
-@triton.jit
-def _near(sample, counted, common):
-    """The number of logits near the ``common`` one, of each token."""
-    return tl.sum(tl.where(counted & (tl.abs(sample - common) < _NEAR), 1.0, 0.0), 1)
-
-
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "step"])
 def lce_forward_target_logits(
@@ -317,9 +311,14 @@ def lce_forward_target_logits(
         top = tl.max(tl.where(sampled[None, :], sample, -float("inf")), 1)
         counted = sampled[None, :] & (sample > top[:, None] - _COUNTED)
         number = tl.sum(tl.where(counted, 1.0, 0.0), 1)
-        mean = tl.sum(tl.where(counted, sample, 0.0), 1) / number
-        common = tl.where(_near(sample, counted, 0.0) > 0.5 * number, 0.0, mean)
-        is_flat = (_near(sample, counted, common[:, None]) > 0.5 * number) & (tl.abs(common) < _FARTHEST)
+        common = tl.sum(tl.where(counted, sample, 0.0), 1) / number
+        for _ in tl.static_range(2):  # a few others must not draw the mean away
+            distance = tl.where(counted, tl.abs(sample - common[:, None]), 0.0)
+            close = counted & (distance <= (1.01 * tl.sum(distance, 1) / number + 1e-3)[:, None])
+            common = tl.sum(tl.where(close, sample, 0.0), 1) / tl.sum(tl.where(close, 1.0, 0.0), 1)
+        near = counted & (tl.abs(sample - common[:, None]) < _NEAR)
+        is_flat = 2.0 * tl.sum(tl.where(near, 1.0, 0.0), 1) > number
+        is_flat &= (common > _LOWEST) & (common < _HIGHEST)
         tl.store(flat + r, tl.where(is_flat, tl.exp(-common), 0.0), mask=valid)
 
 

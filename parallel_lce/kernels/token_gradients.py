@@ -9,7 +9,8 @@ times ``RoundedSums.mass`` for bf16. The saved row then stays, and the products 
 of ``G @ weight``, and to the rows of ``x`` in ``G.T @ x``.
 
 Saved rows are rewritten for
-- tokens of nearly equal logits, whose saved numbers are ``e_ij - 1`` if a gradient may be a small difference;
+- tokens of logits near a number c, whose saved numbers are ``exp(z_ij - c) - 1`` if a gradient may be a small
+  difference;
 - tokens with a window far from 0, whose exponentials are not ``exp(z)``;
 - tokens whose ``c_i`` is so small (< 2^-90) or so large that ``c_i x_i`` would lose precision or overflow, unless both
   ``alpha_i`` and the target's gradient are 0;
@@ -18,8 +19,9 @@ Saved rows are rewritten for
 - all tokens, if a soft-cap, ``gamma``, ``delta`` or ``epsilon`` acts on every entry, with selected entries, or in
   fp16.
 
-The last, and recomputed rows, hold the gradient of the logits except at the target, with ``c_i = 1``. The others hold
-p, with ``c_i = alpha_i``, if that is in the range of c: an entry of 1 is not rounded. They are computed from
+The last, recomputed rows, and those of which a part is recomputed hold the gradient of the logits except at the target,
+with ``c_i = 1``. The others hold p, with ``c_i = alpha_i``, if that is in the range of c: an entry of 1 is not rounded.
+They are computed from
 
     p = e exp(-M) / s           z - M = log e - M
 
@@ -31,8 +33,9 @@ Under a soft-cap the saved numbers are what it is applied to, and give z, p and 
 of G, this large number would dominate the errors of dX and dW. If no other token of G's rows has the target, ``G_iy``
 is therefore 0. If several tokens share the target, ``G_iy`` is ``t_i / c_i``, rounded.
 
-If ``c_i = 1`` for all rows, t_i takes away what the rounding of a row's largest entry adds: the rows of the weight may
-share a mean, which the sum of a token's gradients, 0, keeps out of dX.
+The rows of the weight may share a mean, which the sum of a token's gradients, 0, keeps out of dX. Where a row of G
+holds gradients, t_i therefore takes away what the rounding of its largest entry adds. With selected entries, which are
+rounded, it is rounded, too.
 
 dX: the remainder d_i, which is ``t_i`` for an unshared target, is added in fp32:
 
@@ -82,8 +85,6 @@ from parallel_lce.kernels.logit_map import caps_of, recapped, scales_of, slope_o
 _ONE_LARGE_ENTRY, _NEAR = tl.constexpr(ONE_LARGE_ENTRY), tl.constexpr(NEAR)
 # Smallest c for which c * x keeps the full precision of bf16 for x down to 2^-36. Its inverse is the largest c.
 _LEAST_COEFFICIENT, _LARGEST_COEFFICIENT = tl.constexpr(2.0**-90), tl.constexpr(2.0**90)
-# Most that t may change, relative to it: as much as in bf16.
-_ROUNDING = tl.constexpr(2.0**-8)
 # Most tokens per program, whose rows are rewritten one by one, and fewest programs that have several; tokens per step
 # of the search for shared targets.
 _TOKENS, _PROGRAMS, _COMPARED = 16, 128, tl.constexpr(512)
@@ -407,6 +408,12 @@ def _target_gradient(row, hit, terms, alpha, upstream, rows, scale):
 
 
 @triton.jit
+def rounded_as(gradient, t):
+    """``t`` as G would hold it."""
+    return t.to(gradient.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
 def _number_of(values, lane, number):
     """``values[number]``."""
     return tl.sum(tl.where(lane == number, values, 0.0), 0)
@@ -427,6 +434,7 @@ def lce_backward_token_gradients(
     stride,
     first,
     FIND_SHARED: tl.constexpr,
+    SELECTED: tl.constexpr,
     WINDOW: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
@@ -460,6 +468,7 @@ def lce_backward_token_gradients(
     if fp16_scale is not None:
         grad_scale *= tl.load(fp16_scale)
     c = tl.full((TOKENS,), 1.0, tl.float32)
+    holds_gradient = valid
     if maxima is not None:
         base = finite_base(tl.load(partial + row, mask=valid, other=0.0))
         sum_exp = tl.load(partial + rows + row, mask=valid, other=1.0)
@@ -481,9 +490,12 @@ def lce_backward_token_gradients(
             logit = tl.load(partial + 2 * rows + row, mask=valid, other=0.0)
         keeps &= (sum_exp >= _ONE_LARGE_ENTRY) | (logit > base - _NEAR) | (alpha == 0.0)
         whole = alpha * grad_scale
+        if slice_entries < entries:
+            whole = tl.full((TOKENS,), 1.0, tl.float32)
         whole = tl.where((tl.abs(whole) >= _LEAST_COEFFICIENT) & (tl.abs(whole) <= _LARGEST_COEFFICIENT), whole, 1.0)
         c = tl.where(keeps, coefficient, whole)
         rewritten = valid & (keeps == 0)
+        holds_gradient = rewritten & (slice_entries < entries)
         # Only alpha is given: with other coefficients, or a soft-cap, all rows were rewritten before.
         if tl.max(tl.where(rewritten, 1.0, 0.0), 0) != 0.0:
             for number in range(TOKENS):
@@ -518,10 +530,14 @@ def lce_backward_token_gradients(
         if fp16_scale is not None:
             of_fp16 = tl.load(fp16_scale)
             factor /= of_fp16
-        if maxima is None:  # every row of G holds the gradient, rounded
-            added = (largest * of_fp16).to(gradient.dtype.element_ty).to(tl.float32) / of_fp16 - largest
-            cancels = ((t < 0.0) != (largest < 0.0)) & (tl.abs(added) <= tl.abs(t) * _ROUNDING)
-            t -= tl.where(cancels, added, 0.0)
+        if SELECTED:
+            t = rounded_as(gradient, t * of_fp16) / of_fp16
+        else:
+            added = rounded_as(gradient, largest * of_fp16) / of_fp16 - largest
+            # By more than a rounding of its own t would lose what is left of it.
+            rounding: tl.constexpr = 2.0**-11 if gradient.dtype.element_ty == tl.float16 else 2.0**-8
+            cancels = ((t < 0.0) != (largest < 0.0)) & (tl.abs(added) <= tl.abs(t) * rounding)
+            t -= tl.where(cancels & holds_gradient, added, 0.0)
         here = hit & (target_id >= first) & (target_id < first + slice_entries)
         entry, left = write_target(gradient, row, target_id - first, stride, here, t, factor, unshared)
         tl.store(targets.residual + row, left, mask=valid)
@@ -541,6 +557,7 @@ def token_gradients(
     window: int,
     find_shared: bool,
     rewrite: bool,
+    selected: bool,
 ) -> TokenGradients:
     """Prepare the rows of G and write the targets' entries into it.
 
@@ -549,6 +566,7 @@ def token_gradients(
     are still to be multiplied by ``dx_factor``. ``rewrite``: rewrite every row, so that there are no factors.
 
     ``target [R]``: of :class:`Targets`, or None. ``find_shared``: compare every token's target with all others'.
+    ``selected``: selected entries are written later.
     """
     rows, maxima, mass, flat = gradient.shape[0], None, None, None
     if saved is not None:
@@ -580,6 +598,7 @@ def token_gradients(
         gradient.stride(0),
         first,
         FIND_SHARED=find_shared,
+        SELECTED=selected,
         WINDOW=window,
         TOKENS=tokens,
     )

@@ -94,7 +94,8 @@ def forward(
 
 class GradientSums:
     """Sums of dX, dW and dbias over ``blocks`` blocks of a call; None if not needed. ``dtype``: of dW and dbias, by
-    default the parameters'. ``scratch_bytes``: size of the backend's working memory."""
+    default the parameters'. ``scratch_bytes``: size of the backend's working memory. ``coefficients``: debug mode
+    compares them, and with them the upstream gradient."""
 
     def __init__(
         self,
@@ -106,13 +107,18 @@ class GradientSums:
         *,
         dtype: torch.dtype | None = None,
         scratch_bytes: int = 0,
+        coefficients: Coefficients | None = None,
     ) -> None:
         self._call, self._targets, self._blocks = call, call.local_targets(), blocks
         self.projection, real = projection, projection.real_rows
         self.scratch = Scratch(scratch_bytes, hidden.device)
         self.reduction = self.dweight = self.dbias = None
         if call.number is not None and any(needs):
-            debug.agree(call.layout, "a backward", {"the call whose backward runs": call.number})
+            near = None
+            if coefficients is not None:
+                given = call.backend.without_factor(coefficients)[:6]
+                near = "the upstream gradient", torch.stack([c for c in given if c is not None], -1)
+            debug.agree(call.layout, "a backward", {"the call whose backward runs": call.number}, near=near)
         if needs.hidden:
             layout = call.layout if call.options.reduce_hidden_grad else Layout()
             self.reduction = HiddenReduction(hidden, layout, call.options.reduce_dtype)
@@ -190,7 +196,9 @@ def backward(
         of_block = [t if t is None else t.data.contiguous() for t in saved]
         kept: Saved | tuple[()] = call.backend.Saved(*of_block) if of_block else ()
         scratch_bytes = call.plan.scratch_bytes if kept else plan.SMALLEST_BLOCK
-        sums = GradientSums(call, hidden, projection, needs, len(blocks), scratch_bytes=scratch_bytes)
+        sums = GradientSums(
+            call, hidden, projection, needs, len(blocks), scratch_bytes=scratch_bytes, coefficients=coefficients
+        )
         _, _, gamma, delta, epsilon, *_ = coefficients
         differs = not (gamma is delta is epsilon is None)
         if kept and (consumed or (differs and not call.backend.recovers_differences(weight.dtype))):

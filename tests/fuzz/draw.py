@@ -129,8 +129,7 @@ class Configuration:
 
     @property
     def own_teacher(self) -> bool:
-        """Whether the teacher has half of the student's scale, and a soft-cap of 7 if the student has none, else none:
-        half of those that can be."""
+        """Whether the teacher has half of the student's scale, and the other cap, 7 or none: half of those that can."""
         return self.kind == "divergence" and self.edge != "close" and not self.excluded and self.values // 3 % 2 == 1
 
     @property

@@ -161,8 +161,7 @@ def _of_ids(c: Configuration, o: Operands, found: dict[str, Tensor], truth: dict
 def _of_groups(
     c: Configuration, o: Operands, found: dict[str, Tensor], truth: dict[str, Tensor], allowed: dict[str, Tensor]
 ) -> list[Verdict]:
-    """On tokens that are as sure as each other of an entry, on those that are not sure, and on those whose logits are
-    nearly equal."""
+    """On tokens as sure as each other of an entry, on those that are not sure, and on those of nearly equal logits."""
     if DTYPES[c.computed].itemsize > 2 or (c.kind == "logits" and c.label_smoothing) or not truth["log_p"].numel():
         return []
     # Of logits that are not made sure of anything: products over few dimensions are nearly exact, and those with a

@@ -39,8 +39,7 @@ class Settings:
 
 
 def examine(c: Configuration, run: Callable[[Configuration], list[dict]]) -> str:
-    """What is wrong with what ``run`` gives for a configuration: the bad verdicts, or the last lines of an error, or
-    ''."""
+    """What is wrong with what ``run`` gives for a configuration: bad verdicts, the last lines of an error, or ''."""
     from fuzz.judge import judge
 
     try:

@@ -69,8 +69,7 @@ class Rounding:
         return number + number.sign() / 2
 
     def moved(self, value: Tensor, roundings: Tensor | float, alike: bool = False) -> Tensor:
-        """By at most half so many roundings; ``alike``: and all numbers by the same part of theirs, as numbers that are
-        alike may be."""
+        """By at most half so many roundings; ``alike``: and all numbers by the same part, where those are."""
         if not self.samples:
             return value
         part = self._random(value, False)

@@ -80,7 +80,7 @@ CASES: dict[str, tuple] = {
                                 [Partial(), ROWS]),
     "tensor before context": ((2, 2), None, [ROWS, WHOLE], [WHOLE, SECOND], [WHOLE, SECOND], {}, [WHOLE, SECOND],
                               [ROWS, Partial()]),
-    "one shard": ((1, 2), ("tp", "cp"), [ROWS, WHOLE], [SECOND, SECOND], None, {}, [WHOLE, SECOND], [ROWS, Partial()]),
+    "one shard": ((1, 2), None, [ROWS, WHOLE], [SECOND] * 2, [WHOLE, SECOND], {}, [WHOLE, SECOND], [ROWS, Partial()]),
     "no tensor parallelism": ((2,), ("dp",), [WHOLE], [ROWS], [ROWS], {}, [ROWS], [Partial()]),
 }  # fmt: skip
 

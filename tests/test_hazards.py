@@ -236,20 +236,20 @@ def test_a_mean_of_more_tokens_than_are_added_at_a_time_is_exact(device, monkeyp
     torch.testing.assert_close(loss.double(), each.sum() / weight.sum(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("budget", [None, 20_000, 0], indirect=True)  # all, a part, and nothing is saved
 @pytest.mark.parametrize(("kind", "name"), [("nearly equal", "bf16"), ("sure", "bf16"), ("sure", "fp16")])
 def test_roundings_of_one_kind_add_nothing_along_a_mean_of_the_weights_rows(kind, name, budget, backend, device):
-    """Saved exponentials of nearly equal logits are all rounded up. Of a token that is sure of another entry than its
-    target, two gradients of logits are nearly all."""
+    """Of nearly equal exponentials; of the gradients of target and largest logit, where a token is sure of another."""
     x, weight, target = normal(24, 64), normal(900, 64, seed=1), torch.arange(24, device=device)
-    x, weight = (400 * normalize(weight[1:25]), normalize(weight)) if kind == "sure" else (x, 0.005 * weight)
-    t = Tensors(*(v.to(DTYPES[name]).to(device) for v in (x, weight + normal(1, 64, seed=2))), target)
-    leaves, upstream = [t.x.requires_grad_(), t.weight.requires_grad_()], torch.linspace(0.5, 1.5, 24, device=device)
-    found = linear_cross_entropy(*leaves, target, reduction="none", logits_budget=budget)
-    exact, torchs = (dense_loss(t, dtype, "none", upstream) for dtype in (torch.float64, t.x.dtype))
-    dx, dweight = torch.autograd.grad(found, leaves, upstream)
+    x, weight = (400 * normalize(weight[500:524]), normalize(weight)) if kind == "sure" else (x, 0.005 * weight)
+    x, weight, bias = (v.to(DTYPES[name]).to(device) for v in (x, weight + normal(1, 64, seed=2), torch.zeros(900)))
+    t, upstream = Tensors(x, weight, target, bias), torch.linspace(0.5, 1.5, 24, device=device)
+    exact, torchs = (dense_loss(t, dtype, "none", upstream) for dtype in (torch.float64, x.dtype))
+    leaves, given = [x.requires_grad_(), weight.requires_grad_()], dict(linear_bias=bias, logits_budget=budget)
+    dx, dw = torch.autograd.grad(linear_cross_entropy(*leaves, target, reduction="none", **given), leaves, upstream)
     factor = 1.2 if kind == "sure" or backend == "torch" else 0.01 if budget is None else 0.05
     assert_no_worse(dx, exact["dx"], torchs["dx"], factor)
-    assert_no_worse(dweight, exact["dweight"], torchs["dweight"], 1.2)
+    assert_no_worse(dw, exact["dweight"], torchs["dweight"], 1.2)
 
 
 @pytest.mark.parametrize(("common", "other"), [(0.3, 0.0), (20.0, 0.0), (-10.0, 0.0), (3.0, -8.0)])

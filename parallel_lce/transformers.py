@@ -70,9 +70,10 @@ class _Door:
         if type(logits) is not DeferredLogits:
             if not self.said and torch.is_grad_enabled():
                 ours = [each for each in model.get_output_embeddings().modules() if vars(each).get(_DOOR) is self]
-                ours = ours if all(each in ours for each in _output_layers(model)) else []
-                why = "has a forward of its own" if ours else "was replaced after patch(model): call it again"
-                why = "is in eval mode" if ours and not any(map(_door_of, ours)) else why
+                if not ours or any(each not in ours for each in _output_layers(model)):
+                    why = "was replaced after patch(model): call it again"
+                else:
+                    why = "has a forward of its own" if any(map(_door_of, ours)) else "is in eval mode"
                 self.say(f"computes its own loss: its output layer {why}")
             return own(logits, labels, vocab_size, num_items_in_batch, ignore_index, **others)
         call, count, given = _running.get(), None, others.get("shift_labels")

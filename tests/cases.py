@@ -58,10 +58,8 @@ def make(
 
 
 def part(t: Tensors, member: Member, sequence_parallel: bool = False, shards: tuple[int, ...] | None = None) -> Tensors:
-    """A rank's part of the tensors. Its operands are leaves in memory of their own.
-
-    ``shards``: the ranks' rows of the weight and the bias, None for equal ones.
-    """
+    """A rank's part of the tensors. Its operands are leaves in memory of their own. ``shards``: the ranks' rows of the
+    weight and the bias, None for equal ones."""
     rows = len(t.weight) // member.ranks
     start = rows * member.rank if shards is None else sum(shards[: member.rank])
     stop = start + (rows if shards is None else shards[member.rank])
@@ -75,14 +73,14 @@ def part(t: Tensors, member: Member, sequence_parallel: bool = False, shards: tu
 
 
 def dense_loss(
-    t: Tensors, dtype: torch.dtype = torch.float64, reduction: str = "mean", upstream: Tensor | None = None
+    t: Tensors, dtype: torch.dtype = torch.float64, reduction: str = "mean", upstream: Tensor | None = None, of=None
 ) -> dict[str, Tensor]:
     """Loss and gradients of all logits: projected in ``dtype``, and from there on in fp32, or in fp64 for fp64.
-    ``upstream``: of the loss, None for ones."""
+    ``upstream``: of the loss, None for ones. ``of(logits)``: a loss, None for cross-entropy."""
     named = (("x", t.x), ("weight", t.weight), ("bias", t.bias))
     leaves = {name: value.detach().to(dtype).requires_grad_() for name, value in named if value is not None}
     z = torch.nn.functional.linear(*leaves.values()).to(accumulation_dtype(dtype))
-    loss = torch.nn.functional.cross_entropy(z, t.target, reduction=reduction)
+    loss = of(z) if of else torch.nn.functional.cross_entropy(z, t.target, reduction=reduction)
     upstream = torch.ones_like(loss) if upstream is None else upstream.to(loss.dtype)
     gradients = torch.autograd.grad(loss, [*leaves.values()], upstream)
     return {"loss": loss.detach()} | {f"d{name}": g for name, g in zip(leaves, gradients)}

@@ -1,8 +1,7 @@
 """Compile, without a GPU, every kernel that calls of the triton backend launch on one: as a program,
 ``compile_kernels.py CAPABILITY [once]``, since Triton must not be in its interpreter's mode; ``once`` compiles each
 kernel for the first of its calls, as all take minutes. Prints, in JSON, the version of Triton, which PYTHONPATH may
-choose, and each kernel's bytes of stack (registers spilled) and of shared memory. ``plain``: as in kernel_calls.py.
-"""
+choose, and each kernel's bytes of stack (registers spilled) and of shared memory. ``plain``: as in kernel_calls.py."""
 
 import functools
 import json

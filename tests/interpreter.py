@@ -1,7 +1,6 @@
 """Triton's interpreter, made to round as GPUs do, so that one bound serves for both; and without idle work.
 
-By itself it cuts fp32 off to bf16 where a GPU rounds to nearest, and its maximum with NaN is NaN.
-"""
+By itself it cuts fp32 off to bf16 where a GPU rounds to nearest, and its maximum with NaN is NaN."""
 
 import functools
 import inspect

@@ -1,8 +1,7 @@
 """Small calls of ragged sizes that launch every kernel of the triton backend, in their variants; for compiling the
 kernels without a GPU (compile_kernels.py) and for running them under a checker of memory (sanitize.py).
 
-Triton specialises a kernel for an integer of 1, unlike its interpreter: hence calls with one token, window or block.
-"""
+Triton specialises a kernel for an integer of 1, unlike its interpreter: hence calls with one token, window or block."""
 
 import dataclasses
 import re

@@ -12,7 +12,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "outputs" / "sanitize"
-TIMEOUT = 900  # seconds of one run
 TOOLS = "memcheck", "synccheck", "initcheck"
 
 
@@ -71,7 +70,7 @@ def main() -> int:
     subprocess.run([sys.executable, "-P", __file__, "--run", "calls"], env=environment, check=True)  # compiles
     failed = False
     for tool in TOOLS:
-        command = ["timeout", str(TIMEOUT), "compute-sanitizer", "--tool", tool, sys.executable, "-P", __file__]
+        command = ["timeout", "900", "compute-sanitizer", "--tool", tool, sys.executable, "-P", __file__]
         command += ["--run", "plain" if tool == "initcheck" else "calls"]
         with (FOLDER / f"{tool}.log").open("w") as log:
             subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT)

@@ -1,7 +1,6 @@
 """Exponentials that are saved as codes of one byte: Triton's kernels interpreted on the CPU, compiled with ``-m gpu``.
 
-Each row of x picks a column of the weight: logits are known exactly, and dW shows the gradient of each logit.
-"""
+Each row of x picks a column of the weight: logits are known exactly, and dW shows the gradient of each logit."""
 
 import pytest
 import torch

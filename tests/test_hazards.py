@@ -28,16 +28,39 @@ def test_the_z_loss_of_confident_tokens_keeps_its_gradient(budget, device):
         t.weight.copy_(normalize(t.weight, dim=1))
         t.x.copy_(40 * t.weight[t.target])
 
-    def gradients(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        leaves = [v.detach().cpu().to(dtype).requires_grad_() for v in (t.x, t.weight)]
-        z, target = linear(*leaves), t.target.cpu()
-        loss = cross_entropy(z, target, reduction="sum") + 1e-4 * z.logsumexp(1).square().sum()
-        return torch.autograd.grad(loss, leaves)
-
+    dense = lambda z: cross_entropy(z, t.target, reduction="sum") + 1e-4 * z.logsumexp(1).square().sum()  # noqa: E731
+    exact, torchs = (dense_loss(t, dtype, of=dense) for dtype in (torch.float64, torch.float32))
     loss = linear_cross_entropy(t.x, t.weight, t.target, z_loss=1e-4, reduction="sum", logits_budget=budget)
     found = torch.autograd.grad(loss, [t.x, t.weight])
-    for value, truth, torchs in zip(found, gradients(torch.float64), gradients(torch.float32)):
-        assert_no_worse(value, truth, torchs, 2.0)
+    for value, of in zip(found, ("dx", "dweight")):
+        assert_no_worse(value, exact[of], torchs[of], 2.0)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["z-loss", "pair"])
+def test_a_label_beside_another_large_gradient_keeps_its_digits(kind, name, budget, device):
+    """Of tokens sure of another entry, under a z-loss: their gradients do not sum to 0. Of pairs with a selected entry:
+    they cancel along the mean of the weight's rows."""
+    weight, ids = normal(900, 64, seed=1), torch.arange(48, device=device).view(2, 24, 1)
+    drawn = normal(24, 64), weight / 8 + normal(1, 64, seed=2)
+    drawn = (35 * normalize(weight[100:124]), normalize(weight)) if kind == "z-loss" else drawn
+    t = Tensors(*(v.to(DTYPES[name]).to(device).requires_grad_() for v in drawn), ids[0, :, 0])
+
+    def dense(z: Tensor) -> Tensor:
+        log_p = z.log_softmax(1)
+        other = 0.1 * z.logsumexp(1).square() if kind == "z-loss" else log_p.gather(1, ids[1])[:, 0]
+        return other - log_p.gather(1, ids[0])[:, 0]
+
+    upstream = torch.linspace(0.5, 1.5, 24, device=device)
+    exact, torchs = (dense_loss(t, dtype, upstream=upstream, of=dense) for dtype in (torch.float64, t.x.dtype))
+    if kind == "z-loss":
+        found = linear_cross_entropy(t.x, t.weight, t.target, z_loss=0.1, reduction="none", logits_budget=budget)
+    else:
+        found = token_statistics(t.x, t.weight, t.target, selected=ids[1], logits_budget=budget)
+        found = found.selected_log_prob[:, 0] - found.target_log_prob
+    dx, dw = torch.autograd.grad(found, [t.x, t.weight], upstream)
+    assert_no_worse(dx, exact["dx"], torchs["dx"], 1.1)
+    assert_no_worse(dw[:24], exact["dweight"][:24], torchs["dweight"][:24], 1.1)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -185,15 +208,13 @@ def test_logits_may_be_recomputed_in_another_order(output, monkeypatch, device):
 
     monkeypatch.setattr(torch_backend.BlockBackward, "_recomputed", in_another_order)
     hidden, weight, target = confident("fp16", device)
-    x, exact = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
+    x = hidden.clone().requires_grad_()
     with chosen_backend("torch"):
         found = token_statistics(x, weight, target, entropy=True, logits_budget=0)
         # A loss scale keeps fp16's digits.
         (ours,) = torch.autograd.grad(getattr(found, output).sum(), x, torch.tensor(2.0**10, device=device))
-    z = exact @ weight.double().t()
-    value = dense_statistics(z, target)[output].sum()
-    (truth,) = torch.autograd.grad(value * 2**10, exact)
-    for one, other in zip(ours, truth):  # of each token; fp32 has 1 - p = 2e-6 to 7 %
+    exact = dense_loss(Tensors(hidden, weight, target), of=lambda z: dense_statistics(z, target)[output] * 2**10)
+    for one, other in zip(ours, exact["dx"]):  # of each token; fp32 has 1 - p = 2e-6 to 7 %
         assert relative_error(one, other) < (0.1 if output == "target_log_prob" else 0.05)
 
 
@@ -258,20 +279,12 @@ def test_entropies_of_nearly_equal_logits_have_exact_gradients(common, other, bu
     mean, bias = normal(1, 64, seed=2), other * (normal(900, seed=3) > 1.3)
     x = normal(16, 64)
     x += (common - x @ mean.t()) * mean / mean.square().sum()
-    given = [v.bfloat16().to(device) for v in (x, 4e-4 * normal(900, 64, seed=1) + mean, bias)]
-
-    def gradient(dtype: torch.dtype) -> Tensor:
-        leaf, weight, bias = (v.to(dtype) for v in given)
-        leaf.requires_grad_()
-        z = linear(leaf, weight, bias)
-        return torch.autograd.grad(dense_statistics(z if dtype == torch.float64 else z.float())["entropy"].sum(), leaf)[
-            0
-        ]
-
-    leaf = given[0].clone().requires_grad_()
-    found = token_statistics(leaf, given[1], None, linear_bias=given[2], entropy=True, logits_budget=budget)
-    (dx,) = torch.autograd.grad(found.entropy.sum(), leaf)
-    assert_no_worse(dx, gradient(torch.float64), gradient(torch.bfloat16), 1.0 if backend == "triton" else 1.5)
+    x, weight, bias = (v.bfloat16().to(device) for v in (x, 4e-4 * normal(900, 64, seed=1) + mean, bias))
+    t, entropies = Tensors(x.requires_grad_(), weight, None, bias), lambda z: dense_statistics(z)["entropy"]
+    exact, torchs = (dense_loss(t, dtype, of=entropies)["dx"] for dtype in (torch.float64, torch.bfloat16))
+    found = token_statistics(x, weight, None, linear_bias=bias, entropy=True, logits_budget=budget)
+    (dx,) = torch.autograd.grad(found.entropy.sum(), x)
+    assert_no_worse(dx, exact, torchs, 1.0 if backend == "triton" else 1.5)
 
 
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)

@@ -2,8 +2,7 @@
 CUDA graphs, without waiting for the device.
 
 A delayed step finds other data in the same memory. Its inputs are overwritten as soon as backward has returned, and the
-memory that the call has freed is filled with NaN.
-"""
+memory that the call has freed is filled with NaN."""
 
 import random
 import time
@@ -332,8 +331,7 @@ OVER_RANKS = [
     + ("accumulated", "accumulated, sums in fp32")
     for sequence_parallel in (False, True)
     for backend, dtype in BOTH
-    # Without sequence parallelism hidden states are not gathered. In fp32 sums are fp32 anyway, and capped logits are
-    # never saved.
+    # Without sequence parallelism no hidden states are gathered. Sums in fp32 are fp32. Capped logits are never saved.
     if (sequence_parallel or "gathered" not in name)
     and (dtype == "bf16" or ("fp32" not in name and name != "some rows saved"))
 ]

@@ -99,8 +99,8 @@ def log_ratios(log_ratio: Tensor, beta: float) -> tuple[Tensor, Tensor]:
 def of_classes(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     """The divergence of ``[..., C]`` log-probabilities, over classes whose ``log_q`` is not -inf; differentiable."""
     # The others have probabilities of 0. Unlike -inf, this gives 0 and no NaN in products and their gradients.
-    log_p = log_p.masked_fill(log_q == -torch.inf, LOWEST_SHIFT)
-    log_q = log_q.masked_fill(log_q == -torch.inf, LOWEST_SHIFT)
+    missing = log_q == -torch.inf
+    log_p, log_q = log_p.masked_fill(missing, LOWEST_SHIFT), log_q.masked_fill(missing, LOWEST_SHIFT)
     if beta > 0:
         log_p = log_p.clamp(min=LOWEST_SHIFT)
     return _terms(log_p.exp(), log_q.exp(), *log_ratios(log_p - log_q, beta), beta).sum(-1)

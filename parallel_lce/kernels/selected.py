@@ -31,7 +31,7 @@ _ROWS_OF_FEW = 4, 2048, 4
 _STEP = tl.constexpr(32)
 # Of the targets' logits: tokens per program, and vocabulary rows of the sample.
 _TOKENS = tl.constexpr(64)
-_NEAR = tl.constexpr(FLAT)
+_FLAT = tl.constexpr(FLAT)
 # Entries this far below the largest do not count, such as those that a bias masks.
 _COUNTED = tl.constexpr(20.0)
 # Common logits c for which exponentials are exp(z), and exp(z - c) of other logits does not overflow.
@@ -252,6 +252,24 @@ def log_softmax_of_sets(
     return out
 
 
+@triton.jit
+def _mean(sample, chosen):
+    return tl.sum(tl.where(chosen, sample, 0.0), 1) / tl.sum(tl.where(chosen, 1.0, 0.0), 1)
+
+
+@triton.jit
+def _flat_of(sample, counted):
+    """``flat`` of :func:`parallel_lce.kernels.arithmetic.flattened`, from logits of which some are ``counted``."""
+    number = tl.sum(tl.where(counted, 1.0, 0.0), 1)
+    common = _mean(sample, counted)
+    for _ in tl.static_range(2):  # a few others must not draw the mean away
+        distance = tl.where(counted, tl.abs(sample - common[:, None]), 0.0)
+        common = _mean(sample, counted & (distance <= (1.01 * tl.sum(distance, 1) / number + 1e-3)[:, None]))
+    near = counted & (tl.abs(sample - common[:, None]) < _FLAT)
+    is_flat = 2.0 * tl.sum(tl.where(near, 1.0, 0.0), 1) > number
+    return tl.where(is_flat & (common > _LOWEST) & (common < _HIGHEST), tl.exp(-common), 0.0)
+
+
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "step"])
 def lce_forward_target_logits(
@@ -310,16 +328,7 @@ def lce_forward_target_logits(
             sample = softcapped(sample, caps)
         top = tl.max(tl.where(sampled[None, :], sample, -float("inf")), 1)
         counted = sampled[None, :] & (sample > top[:, None] - _COUNTED)
-        number = tl.sum(tl.where(counted, 1.0, 0.0), 1)
-        common = tl.sum(tl.where(counted, sample, 0.0), 1) / number
-        for _ in tl.static_range(2):  # a few others must not draw the mean away
-            distance = tl.where(counted, tl.abs(sample - common[:, None]), 0.0)
-            close = counted & (distance <= (1.01 * tl.sum(distance, 1) / number + 1e-3)[:, None])
-            common = tl.sum(tl.where(close, sample, 0.0), 1) / tl.sum(tl.where(close, 1.0, 0.0), 1)
-        near = counted & (tl.abs(sample - common[:, None]) < _NEAR)
-        is_flat = 2.0 * tl.sum(tl.where(near, 1.0, 0.0), 1) > number
-        is_flat &= (common > _LOWEST) & (common < _HIGHEST)
-        tl.store(flat + r, tl.where(is_flat, tl.exp(-common), 0.0), mask=valid)
+        tl.store(flat + r, _flat_of(sample, counted), mask=valid)
 
 
 def target_logits(

@@ -408,9 +408,25 @@ def _target_gradient(row, hit, terms, alpha, upstream, rows, scale):
 
 
 @triton.jit
-def rounded_as(gradient, t):
-    """``t`` as G would hold it."""
-    return t.to(gradient.dtype.element_ty).to(tl.float32)
+def _keeps_digits(c):
+    """Whether ``c * x`` neither loses precision nor overflows."""
+    return (tl.abs(c) >= _LEAST_COEFFICIENT) & (tl.abs(c) <= _LARGEST_COEFFICIENT)
+
+
+@triton.jit
+def _rounded(gradient, g, of_fp16):
+    """``g`` as G holds it, times ``of_fp16``."""
+    return (g * of_fp16).to(gradient.dtype.element_ty).to(tl.float32) / of_fp16
+
+
+@triton.jit
+def _made_up(gradient, t, largest, of_fp16):
+    """The target's gradient ``t``, without what the rounding of the ``largest`` entry adds to the row."""
+    added = _rounded(gradient, largest, of_fp16) - largest
+    # By more than a rounding of its own t would lose what is left of it.
+    ROUNDING: tl.constexpr = 2.0**-11 if gradient.dtype.element_ty == tl.float16 else 2.0**-8
+    cancels = ((t < 0.0) != (largest < 0.0)) & (tl.abs(added) <= tl.abs(t) * ROUNDING)
+    return t - tl.where(cancels, added, 0.0)
 
 
 @triton.jit
@@ -481,21 +497,17 @@ def lce_backward_token_gradients(
         if flat is not None:
             is_flat = tl.load(flat + row, mask=valid, other=0.0)
             keeps &= is_flat == 0.0
-        size = tl.abs(coefficient)
-        in_range = (size >= _LEAST_COEFFICIENT) & (size <= _LARGEST_COEFFICIENT)
         # The coefficient may be 0 by underflow alone.
-        keeps &= in_range | ((alpha == 0.0) & (t == 0.0))
+        keeps &= _keeps_digits(coefficient) | ((alpha == 0.0) & (t == 0.0))
         logit = tl.full((TOKENS,), -float("inf"), tl.float32)
         if targets.target is not None:
             logit = tl.load(partial + 2 * rows + row, mask=valid, other=0.0)
         keeps &= (sum_exp >= _ONE_LARGE_ENTRY) | (logit > base - _NEAR) | (alpha == 0.0)
-        whole = alpha * grad_scale
-        if slice_entries < entries:
-            whole = tl.full((TOKENS,), 1.0, tl.float32)
-        whole = tl.where((tl.abs(whole) >= _LEAST_COEFFICIENT) & (tl.abs(whole) <= _LARGEST_COEFFICIENT), whole, 1.0)
+        is_part = slice_entries < entries
+        whole = tl.where(_keeps_digits(alpha * grad_scale) & (is_part == 0), alpha * grad_scale, 1.0)
         c = tl.where(keeps, coefficient, whole)
         rewritten = valid & (keeps == 0)
-        holds_gradient = rewritten & (slice_entries < entries)
+        holds_gradient = rewritten & is_part
         # Only alpha is given: with other coefficients, or a soft-cap, all rows were rewritten before.
         if tl.max(tl.where(rewritten, 1.0, 0.0), 0) != 0.0:
             for number in range(TOKENS):
@@ -531,13 +543,9 @@ def lce_backward_token_gradients(
             of_fp16 = tl.load(fp16_scale)
             factor /= of_fp16
         if SELECTED:
-            t = rounded_as(gradient, t * of_fp16) / of_fp16
+            t = _rounded(gradient, t, of_fp16)
         else:
-            added = rounded_as(gradient, largest * of_fp16) / of_fp16 - largest
-            # By more than a rounding of its own t would lose what is left of it.
-            rounding: tl.constexpr = 2.0**-11 if gradient.dtype.element_ty == tl.float16 else 2.0**-8
-            cancels = ((t < 0.0) != (largest < 0.0)) & (tl.abs(added) <= tl.abs(t) * rounding)
-            t -= tl.where(cancels & holds_gradient, added, 0.0)
+            t = tl.where(holds_gradient, _made_up(gradient, t, largest, of_fp16), t)
         here = hit & (target_id >= first) & (target_id < first + slice_entries)
         entry, left = write_target(gradient, row, target_id - first, stride, here, t, factor, unshared)
         tl.store(targets.residual + row, left, mask=valid)

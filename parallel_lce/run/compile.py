@@ -41,7 +41,7 @@ def encoded(options: Options, tensors: Tensors, layout: Layout) -> tuple[list[Te
     constants = {name: value for name, value in values.items() if name not in (*FLOAT_OPTIONS, *counts)}
     # A 0 may be a symbol of the graph.
     constants |= {name: None if values[name] is None else 0.0 for name in FLOAT_OPTIONS if name not in floats}
-    constants["sequence_dim"] = 0  # the adapter's
+    constants["sequence_dim"] = 0  # to which the adapter has set it
     given = {name: tensor for name, tensor in zip(Tensors._fields, tensors) if tensor is not None}
     group = "" if layout.group is None else layout.group.group_name
     others = _json([*given], [*floats], [*counts], constants, [*needs_of(tensors)], group)

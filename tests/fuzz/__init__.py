@@ -5,5 +5,4 @@ values.py    its tensors
 run.py       one configuration on one rank
 truth.py     the same in plain torch, in float64, and how far roundings may move it
 judge.py     the verdict on each result
-program.py   the command, `python tests/fuzz`
-"""
+program.py   the command, `python tests/fuzz`"""

@@ -8,8 +8,7 @@ A confident token has the usual rounding errors but gradients of size 1 - p; whe
 may be as small as their differences. So tokens that are as sure as each other are judged as a group, too, tokens that
 are not sure as another one, and those of nearly equal logits as a third: in low precision the norm of a group's error
 is at most twice that of torch's path, whose logits are rounded, plus the rounding of what is delivered and a few
-roundings of 1.
-"""
+roundings of 1."""
 
 import math
 from dataclasses import dataclass

@@ -2,8 +2,7 @@
 
 Configuration I of a seed and a number of ranks is the same whatever ran before it. A finding (a wrong number, an
 exception, ranks or runs that disagree in a bit, a hang) is printed as the command that shows it again, and the run goes
-on. Exit status 1 if there are findings.
-"""
+on. Exit status 1 if there are findings."""
 
 import argparse
 import os

@@ -2,8 +2,7 @@
 
 Everything is computed on all logits: in float64 it is the truth, in the computed dtype torch's own path. A
 :class:`Rounding` moves each number on the way, at random, as far as the package's roundings may; a few samples of that,
-in a dimension before all others, show how far the results move.
-"""
+in a dimension before all others, show how far the results move."""
 
 import math
 

@@ -1,6 +1,6 @@
 """Log-softmax over each token's selected entries alone.
 
-No logit of another entry is computed, so there is no plan and no schedule.
+No logit of another entry is computed, so there is no schedule.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def selected_log_probs(
 
 def log_probs_of(options: Options, tensors: Tensors, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | int]:
     """Log-softmax over each token's selected entries, in their shape, and V."""
-    call, inputs = prepare(options._replace(logits_budget=0), tensors, group, planned=False)
+    call, inputs = prepare(options._replace(logits_budget=0), tensors, group)
     log_probs, vocab_size = _LogProbs.apply(*inputs, call)
     return log_probs.view(tensors.selected.shape), vocab_size
 

@@ -59,21 +59,20 @@ def prepare(
     needs: Needs | None = None,
     *,
     main_grad: MainGrad | None = None,
-    planned: bool = True,
 ) -> tuple[Call, Inputs]:
     """The checked and planned call, and its hidden states, weight and bias. Arguments as in :func:`check`, and:
 
     ``main_grad``: dW is added to it, and no gradient is formed in forward. ``needs``: which gradients a backward must
-    produce; by default the gradients of tensors that require one. ``planned``: whether the call has a plan.
+    produce; by default the gradients of tensors that require one.
     """
     tensors, layout = autocasted(tensors), _ONE_RANK if group is None else _layout(options, group)
-    key = _signature(options, tensors, layout, main_grad, (needs, planned))
+    key = _signature(options, tensors, layout, main_grad, needs)
     known = None if key is None else KNOWN.get(key)
     if known is None:
         options, _, shape = check(options, tensors, group, main_grad)
         tensors = Tensors(*[in_memory(t) if isinstance(t, Tensor) else t for t in tensors])
         needs = needs_of(tensors) if needs is None else needs
-        known = _planned(options, tensors, layout, shape, needs, main_grad, planned)
+        known = _planned(options, tensors, layout, shape, needs, main_grad)
         if key is not None:
             if len(KNOWN) >= _MOST_KNOWN:
                 KNOWN.clear()
@@ -114,7 +113,7 @@ def needs_of(tensors: Tensors) -> Needs:
 
 
 def _signature(
-    options: Options, tensors: Tensors, layout: Layout, main_grad: MainGrad | None, others: tuple
+    options: Options, tensors: Tensors, layout: Layout, main_grad: MainGrad | None, needs: Needs | None
 ) -> tuple | None:
     """The signature. None for a call that must be checked in full: in debug mode or forward-mode differentiation, or
     with an argument that is neither a plain tensor nor a number or string of Python's own types."""
@@ -124,7 +123,7 @@ def _signature(
     kinds = tuple(map(type, options))
     if not _PLAIN.issuperset(kinds) or tensors.input is None:
         return None
-    key: list = [options, kinds, others, torch.is_grad_enabled(), *map(os.environ.get, _VARIABLES)]
+    key: list = [options, kinds, needs, torch.is_grad_enabled(), *map(os.environ.get, _VARIABLES)]
     for tensor in tensors:
         if tensor is None:
             key.append(None)
@@ -144,13 +143,7 @@ def _signature(
 
 
 def _planned(
-    options: Options,
-    tensors: Tensors,
-    layout: Layout,
-    shape: torch.Size,
-    needs: Needs,
-    main_grad: MainGrad | None,
-    planned: bool,
+    options: Options, tensors: Tensors, layout: Layout, shape: torch.Size, needs: Needs, main_grad: MainGrad | None
 ) -> Call:
     """A planned call without its tensors. ``options``: checked."""
     weight = tensors.linear_weight
@@ -180,7 +173,7 @@ def _planned(
         checked_vocab_size=checked_vocab_size(options, weight, layout),
         number=number,
     )
-    return call.replaced(plan=_plan(call, tensors, layout, gradients)) if planned else call
+    return call.replaced(plan=_plan(call, tensors, layout, gradients))
 
 
 def digest(options: Options, tensors: Tensors, shape: torch.Size) -> int:

@@ -109,7 +109,7 @@ def divergence(
             adapter.weight("teacher_bias", teacher_bias),
         ]
         scale = adapter.per_token("teacher_logit_scale", scale)
-        student, inputs = prepare(options, given, group, planned=False)
+        student, inputs = prepare(options, given, group)
     debug.state.awaited = True  # the teacher's exchange is to come
     # No gradient flows to the teacher, whose tensors may be of inference mode: autograd could not save those.
     hidden, weight, bias = [out_of_inference(t.detach()) if isinstance(t, Tensor) else t for t in teacher_tensors]
@@ -118,7 +118,7 @@ def divergence(
     with renamed(**_TEACHER):
         _check_pair(student, inputs, options, hidden, weight)
         tensors = Tensors(hidden, weight, None, bias, None, token_scale, given.temperature)
-        teacher, teacher_inputs = prepare(options, tensors, group, planned=False)
+        teacher, teacher_inputs = prepare(options, tensors, group)
     factors = _factors(student.target, ignore_index, reduction, student.shape.numel(), inputs[0])
     # fp16 gradients wait for the backward, where the upstream gradient, and with it the loss scale, is known.
     at_once = reduction != "none" and inputs[0].dtype != torch.float16

@@ -7,11 +7,10 @@ the same order. All collectives are asynchronous. On NCCL a wait orders streams 
 from __future__ import annotations
 
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -124,18 +123,6 @@ def _gathered_ahead(hidden: Tensor, blocks: Sequence[Block], layout: Layout) -> 
         yield incoming
 
 
-class _Reduction(NamedTuple):
-    """A reduction of one block's dX that has been started."""
-
-    work: dist.Work | None
-    # This rank's dX, kept alive until the collective is done.
-    local: Tensor
-    # The sum over the ranks, in the dtype of the reduction.
-    summed: Tensor
-    # Rows of the result that receive the sum.
-    rows: Tensor
-
-
 class HiddenReduction:
     """dX of this rank's part ``[N/sp_size, D]``, summed over the ranks block by block.
 
@@ -147,7 +134,8 @@ class HiddenReduction:
     def __init__(self, hidden: Tensor, layout: Layout, reduce_dtype: torch.dtype | None) -> None:
         self._like, self._layout, self.ranks = hidden, layout, layout.ranks
         self._dtype = hidden.dtype if reduce_dtype is None or layout.ranks == 1 else reduce_dtype
-        self._started: deque[_Reduction] = deque()
+        # Of the reduction that runs: its work, this rank's dX, which lives until then, the sum, and its rows of dX.
+        self._running: tuple[Any, Tensor, Tensor, Tensor] | None = None
 
     @cached_property
     def _total(self) -> Tensor:
@@ -172,21 +160,17 @@ class HiddenReduction:
             work = reduce_scatter(summed, local, group=layout.group, async_op=True)
         else:
             work = dist.all_reduce(local, group=layout.group, async_op=True)
-        self._started.append(_Reduction(work, local, summed, rows))
-        while len(self._started) > 1:
-            self._finish_block()
-
-    def _finish_block(self) -> None:
-        reduction = self._started.popleft()
-        assert reduction.work is not None  # None only on a rank outside the group
-        reduction.work.wait()
-        if reduction.summed.dtype != reduction.rows.dtype:
-            reduction.rows.copy_(reduction.summed)
+        self.wait()
+        self._running = work, local, summed, rows
 
     def wait(self) -> Tensor:
-        """dX of all blocks, summed over the ranks."""
-        while self._started:
-            self._finish_block()
+        """dX of all blocks so far, summed over the ranks."""
+        if self._running is not None:
+            work, _, summed, rows = self._running
+            work.wait()
+            if summed.dtype != rows.dtype:
+                rows.copy_(summed)
+            self._running = None
         return self._total
 
 

@@ -63,7 +63,7 @@ def assert_within_budget(call: dict) -> None:
     found, gradients = plan(**call), call["gradients"]
     blocks, savable = list(found.blocks), call.get("savable", True)
     if gradients is None:
-        assert not blocks and not found.accumulate and not found.saves_hidden, "an evaluation has no backward"
+        assert not blocks and not found.accumulate and not found.hidden_bytes, "an evaluation has no backward"
         return
     assert_tiled(call, blocks)
     # Bytes of the logits of a token of each part, and of all; and what is saved, or of all blocks when accumulating.
@@ -75,9 +75,9 @@ def assert_within_budget(call: dict) -> None:
     if savable and whole <= call["budget"]:
         assert not found.accumulate and saved == whole and len(blocks) == (call["tokens"] > 0)
         fits = whole + gathered <= call["budget"]
-        assert found.saves_hidden == (fits and call["sp_size"] > 1 and gathered > 0)
+        assert (found.hidden_bytes > 0) == (fits and call["sp_size"] > 1 and gathered > 0)
         return
-    assert not found.saves_hidden
+    assert not found.hidden_bytes
     if found.accumulate:
         assert savable and call["accumulable"] and saved == whole
         # The next block is projected while the last one waits for the other ranks' partials. Neither they, nor an fp32

@@ -113,7 +113,7 @@ class Plan:
     block_bytes: int
     # Bytes of logits-shaped scratch memory beside the saved exponentials.
     scratch_bytes: int
-    # Bytes of the only block's gathered hidden states, if they are saved.
+    # Bytes of the only block's gathered hidden states; 0: they are not saved.
     hidden_bytes: int
     # Most rows of a forward's block that saves nothing.
     gathered_rows: int
@@ -133,11 +133,6 @@ class Plan:
         return tuple(blocks)
 
     @cached_property
-    def whole(self) -> Block:
-        """All tokens."""
-        return Block(0, self.part_rows, 0)
-
-    @cached_property
     def forward_blocks(self) -> tuple[Block, ...]:
         """The forward's blocks. The block that saves exponentials is the backward's first. The other rows are cut only
         where gathered hidden states would exceed :data:`GATHERED_BYTES`."""
@@ -150,11 +145,6 @@ class Plan:
         size = balanced(self.part_rows - start, self.gathered_rows)
         ends = [*range(start, self.part_rows, size), self.part_rows]
         return *blocks, *(Block(a, b, 0) for a, b in zip(ends, ends[1:]))
-
-    @cached_property
-    def saves_hidden(self) -> bool:
-        """Whether the gathered hidden states are saved."""
-        return self.hidden_bytes > 0
 
     def limited(self, shard_rows: int, itemsize: int, sp_size: int) -> Plan:
         """The plan of this rank, whose shard has ``shard_rows`` real rows. An uneven shard may have more rows than the

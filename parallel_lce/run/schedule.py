@@ -76,7 +76,7 @@ def forward(
                 task = feature.before_block(call, task, block)
             partial, of_this, found = backend.block_forward(task)
             saved = saved or of_this
-            if save and call.plan.saves_hidden:
+            if save and call.plan.hidden_bytes:
                 # Saved on every rank, even one with an empty shard: a rank that saved nothing would gather again in
                 # backward, and the collectives would no longer match.
                 gathered = x

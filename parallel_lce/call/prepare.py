@@ -173,7 +173,7 @@ def _planned(
         checked_vocab_size=checked_vocab_size(options, weight, layout),
         number=number,
     )
-    return call.replaced(plan=_plan(call, tensors, layout, gradients))
+    return call._replace(plan=_plan(call, tensors, layout, gradients))
 
 
 def digest(options: Options, tensors: Tensors, shape: torch.Size) -> int:
@@ -205,7 +205,7 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
         )
         if scale is not None or temperature is not None:
             logit_map = LogitMap.of(known.options, scale, temperature)
-    call = known.replaced(
+    call = known._replace(
         layout=layout,
         target=target,
         logit_map=logit_map,

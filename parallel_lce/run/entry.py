@@ -104,7 +104,7 @@ def fused_token_loss(
     call, inputs = prepare(options, tensors, group, main_grad=main_grad)
     function, layout = LossFunction(loss), call.layout
     flat = tuple([value.reshape(-1).contiguous() for value in values])
-    total = function_of(call).apply(*inputs, call.replaced(loss_function=function, values=flat))
+    total = function_of(call).apply(*inputs, call._replace(loss_function=function, values=flat))
     # A second backward fills new ones.
     metrics, function.metrics = {name: metric.view(call.shape) for name, metric in function.metrics.items()}, {}
     if function.failure is not None:

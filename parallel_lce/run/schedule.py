@@ -340,7 +340,7 @@ class Fused(torch.autograd.Function):
         kept: list[Any] = others[: ctx.kept]
         call, saved = ctx.call.with_saved(others[ctx.kept :])
         if call.main_grad is not None and not call.main_grad.in_backward(ctx.next_functions[1][0]):
-            call = call.replaced(main_grad=None)
+            call = call._replace(main_grad=None)
         needs, upstream = Needs(*ctx.needs_input_grad[:3]), tuple([u if u is None else in_memory(u) for u in upstream])
         if call.options.kind == "loss":  # saved-tensor hooks may have changed the strides
             values: list[Any] = [c if c is None else c.contiguous() for c in kept]

@@ -45,10 +45,10 @@ FIRST_ORDER = "gradients of parallel_lce cannot be differentiated twice (create_
 
 
 def forward(
-    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, save: bool
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Merged, Tensor | None, Saved | tuple[()], Any]:
-    """The merged partial of ``hidden [..., D]``. With ``save`` also, for backward: the gathered hidden states, if the
-    plan saves them, and the backend's saved tensors of the first block. Last, what the call wants of the partial.
+    """The merged partial of ``hidden [..., D]``. For a backward also the gathered hidden states, if the plan saves
+    them, and the backend's saved tensors of the first block. Last, what the call wants of the partial.
 
     Collectives: under sequence parallelism one all-gather of hidden states per block, each started a block ahead; then
     one all-gather of the partials and the features' numbers.
@@ -56,7 +56,7 @@ def forward(
     layout, blocks, backend, features = call.layout, call.plan.forward_blocks, call.backend, call.features
     with device_without_autocast(weight):
         hidden, projection, targets = flattened(hidden), call.projection(weight, bias), call.local_targets()
-        single = len(blocks) == 1
+        single, codes = len(blocks) == 1, call.plan.codes
         sizes = [feature.message_size(call) for feature in features]
         partials = PartialsGather(hidden, call.shape.numel(), call.shard, call.columns, layout, call.dtype, sum(sizes))
         for feature, message in zip(features, partials.extra.split(sizes) if features else ()):
@@ -70,13 +70,12 @@ def forward(
         for block, incoming in zip(blocks, hidden_of_blocks(hidden, blocks, layout)):
             x = incoming.wait()
             target, of_block = layout.take(targets, block), call.of_block(projection, block)
-            saves = block.saved if save else 0
-            task = ForwardTask(of_block, x, target, call.columns, saves, out=out, codes=call.plan.codes, wanted=at_once)
+            task = ForwardTask(of_block, x, target, call.columns, block.saved, out=out, codes=codes, wanted=at_once)
             for feature in features:
                 task = feature.before_block(call, task, block)
             partial, of_this, found = backend.block_forward(task)
             saved = saved or of_this
-            if save and call.plan.hidden_bytes:
+            if call.plan.hidden_bytes:
                 # Saved on every rank, even one with an empty shard: a rank that saved nothing would gather again in
                 # backward, and the collectives would no longer match.
                 gathered = x
@@ -260,9 +259,7 @@ def _projected_blocks(call: Call, hidden: Tensor, projection: Projection) -> Ite
     yield from waiting
 
 
-def accumulate(
-    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
-) -> tuple[Tensor, Gradients]:
+def accumulate(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Gradients]:
     """The reduced loss of ``hidden [..., D]``, 0-dimensional, and its gradients in one pass over the blocks: dX in the
     hidden states' dtype, dW and dbias in fp32 (fp64 for fp64).
 
@@ -277,7 +274,7 @@ def accumulate(
     with device_without_autocast(weight):
         shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
         blocks = len(call.plan.blocks)
-        sums = GradientSums(call, hidden, projection, needs, blocks, dtype=dtype, scratch_bytes=scratch_bytes)
+        sums = GradientSums(call, hidden, projection, call.needs, blocks, dtype=dtype, scratch_bytes=scratch_bytes)
         per_token = hidden.new_empty(call.shape.numel(), dtype=dtype)
         divisor = results.divisor_of(call)
         for waiting in _projected_blocks(call, hidden, projection):
@@ -318,7 +315,7 @@ class Fused(torch.autograd.Function):
         save, is_loss = any(call.needs), call.options.kind == "loss"
         # Most statistics get no upstream gradient: autograd need not make zeros for them.
         ctx.set_materialize_grads(is_loss)
-        merged, gathered, saved, found = forward(call, hidden, weight, bias, save)
+        merged, gathered, saved, found = forward(call, hidden, weight, bias)
         # ``kept``: from what backward makes the coefficients.
         if is_loss:
             outputs, kept = results.loss_of(call, merged, found)
@@ -365,7 +362,7 @@ class AccumulatedLoss(torch.autograd.Function):
     @outside_selective_checkpoints
     def forward(ctx, hidden, weight, bias, call: Call):
         ctx.call = call
-        value, *ctx.gradients = accumulate(call, hidden, weight, bias, call.needs)
+        value, *ctx.gradients = accumulate(call, hidden, weight, bias)
         ctx.save_for_backward(hidden, weight, bias, *call.tensors)
         return value
 
@@ -377,7 +374,7 @@ class AccumulatedLoss(torch.autograd.Function):
         # buffer. A later backward through the same graph forms them again.
         gradients = ctx.gradients.pop() if ctx.gradients else None
         if gradients is None:
-            _, gradients = accumulate(call.with_saved(tensors)[0], *inputs, needs=call.needs)
+            _, gradients = accumulate(call.with_saved(tensors)[0], *inputs)
             if call.loss_function is not None:
                 call.loss_function.raise_failure()
         with on_device_of(inputs[1]):

@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.formulas import sum_of_weights
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, features_of
 from parallel_lce.call.checks import described
@@ -230,11 +229,3 @@ def _check_elementwise(call: Call, run: Callable[..., Any], given: dict[str, Any
             f"{len(losses)} tokens, and {again[token]:.6g} in a block of {len(again)}. Pass what depends on other "
             "tokens, such as a mean over a sequence, as values per token"
         )
-
-
-def divisor_of(call: Call) -> Tensor | None:
-    """Divisor of the sum of the losses: for a mean the sum of the tokens' weights. None is 1."""
-    if call.options.reduction != "mean":
-        return None
-    assert call.target is not None
-    return sum_of_weights(call.target, call.token_weight, call.options.ignore_index, call.dtype)

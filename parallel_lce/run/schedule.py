@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from parallel_lce.backends.formulas import sum_of_weights
 from parallel_lce.backends.interface import BackwardTask, ForwardTask, GradBuffers, HiddenGrad, Saved, Scratch
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Gradients, Needs, flattened
@@ -276,7 +277,10 @@ def accumulate(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) 
         blocks = len(call.plan.blocks)
         sums = GradientSums(call, hidden, projection, call.needs, blocks, dtype=dtype, scratch_bytes=scratch_bytes)
         per_token = hidden.new_empty(call.shape.numel(), dtype=dtype)
-        divisor = results.divisor_of(call)
+        divisor = None
+        if call.options.reduction == "mean":
+            assert call.target is not None
+            divisor = sum_of_weights(call.target, call.token_weight, call.options.ignore_index, dtype)
         for waiting in _projected_blocks(call, hidden, projection):
             block, of_tokens = waiting.block, call.of_tokens(waiting.block)
             merged, found = waiting.partials.finish(call.backend, of_tokens.wanted, waiting.found)

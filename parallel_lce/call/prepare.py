@@ -43,7 +43,6 @@ KNOWN: dict[tuple, Call] = {}
 """Calls without their tensors, by signature."""
 
 _MOST_KNOWN = 1024
-_ONE_RANK = Layout()
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype))
 _VARIABLES = VARIABLE, BUDGET_VARIABLE
@@ -65,7 +64,7 @@ def prepare(
     ``main_grad``: dW is added to it, and no gradient is formed in forward. ``needs``: which gradients a backward must
     produce; by default the gradients of tensors that require one.
     """
-    tensors, layout = autocasted(tensors), _ONE_RANK if group is None else _layout(options, group)
+    tensors, layout = autocasted(tensors), _layout(options, group)
     key = _signature(options, tensors, layout, main_grad, needs)
     known = None if key is None else KNOWN.get(key)
     if known is None:
@@ -87,7 +86,7 @@ def check(
 ) -> tuple[Options, Layout, torch.Size]:
     """Raise ``ValueError`` for arguments that do not fit. Returns the options with floats for integers, the layout and
     the tokens' shape. torch.compile traces this function."""
-    layout = _ONE_RANK if group is None else _layout(options, group)
+    layout = _layout(options, group)
     options = with_floats(options)
     check_options(options)
     shape = check_tensors(options, tensors, layout)
@@ -100,7 +99,7 @@ def check(
     return options, layout, shape
 
 
-def _layout(options: Options, group: dist.ProcessGroup) -> Layout:
+def _layout(options: Options, group: dist.ProcessGroup | None) -> Layout:
     parallel = options.sequence_parallel  # not checked yet
     return Layout.of(as_group(group), type(parallel) is bool and parallel)
 
@@ -168,7 +167,7 @@ def _planned(
         needs=needs,
         logit_map=LogitMap.of(options),
         dtype=accumulation_dtype(weight.dtype),
-        layout=_ONE_RANK,
+        layout=Layout(),
         feature_kinds=features_of(options, tensors),
         checked_vocab_size=checked_vocab_size(options, weight, layout),
         number=number,
@@ -192,7 +191,6 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
     target, *of_tokens = [t if t is None else out_of_inference(t) for t in (target, *of_tokens)]
     token_weight, scale, temperature, ids, offsets = of_tokens
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    bias = bias if bias is None else bias.contiguous()
     if target is not None and not (target.dim() == 1 and target.dtype is torch.int64 and target.is_contiguous()):
         target = as_int64(target).reshape(-1).contiguous()
     if target is not None and known.checked_vocab_size is not None:

@@ -183,12 +183,8 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     # 64 bits: a graph of torch.compile carries it.
     "logits_budget": ("None or a number of bytes >= 0 and < 2^63", _count_or_none(0, 2**63)),
     "top_k": ("None or a number of entries >= 1", _count_or_none(1)),
-    "sequence_parallel": _FLAG,
-    "reduce_hidden_grad": _FLAG,
-    "mean_logit": _FLAG,
-    "entropy": _FLAG,
-    "argmax": _FLAG,
-    "sum_p_squared": _FLAG,
+    **dict.fromkeys(("sequence_parallel", "reduce_hidden_grad"), _FLAG),
+    **dict.fromkeys(("mean_logit", "entropy", "argmax", "sum_p_squared"), _FLAG),
 }
 FLOAT_OPTIONS = ("label_smoothing", "z_loss", "logit_scale", "logit_softcap", "temperature", "gradient_filter")
 COUNT_OPTIONS = ("ignore_index", "vocab_start", "vocab_size", "logits_budget", "top_k")

@@ -208,24 +208,20 @@ def _check_each(options: Options, tensors: Tensors) -> None:
         check_kind(name, value)
         if value.device != tensors.input.device:
             raise ValueError(f"{name} is on {value.device} and input is on {tensors.input.device}")
-        _check_dtype(name, value, tensors.input.dtype)
-
-
-def _check_dtype(name: str, value: Tensor, dtype: torch.dtype) -> None:
-    """``dtype``: of the input."""
-    if name == "input" and dtype not in FLOATS:
-        raise ValueError(f"input must be bfloat16, float16, float32 or float64, got {dtype}")
-    if name in ("linear_weight", "linear_bias") and value.dtype != dtype:
-        raise ValueError(f"{name} is {value.dtype} and input is {dtype}: cast one, or use torch.autocast")
-    if name in ("target", "selected", "selected_offsets") and value.dtype not in INTEGERS:
-        classes = " (class probabilities are not supported)" if name == "target" else ""
-        raise ValueError(f"{name} must hold ids of an integer dtype, got {value.dtype}{classes}")
-    if name == "token_weight" and value.is_complex():
-        raise ValueError(f"token_weight must be real, got {value.dtype}")
-    if name in ("logit_scale", "temperature"):
-        if not value.is_floating_point():
-            raise ValueError(f"{name} must be floating-point, got {value.dtype}")
-        check_no_gradient(name, value)
+        dtype = tensors.input.dtype
+        if name == "input" and dtype not in FLOATS:
+            raise ValueError(f"input must be bfloat16, float16, float32 or float64, got {dtype}")
+        if name in ("linear_weight", "linear_bias") and value.dtype != dtype:
+            raise ValueError(f"{name} is {value.dtype} and input is {dtype}: cast one, or use torch.autocast")
+        if name in ("target", "selected", "selected_offsets") and value.dtype not in INTEGERS:
+            classes = " (class probabilities are not supported)" if name == "target" else ""
+            raise ValueError(f"{name} must hold ids of an integer dtype, got {value.dtype}{classes}")
+        if name == "token_weight" and value.is_complex():
+            raise ValueError(f"token_weight must be real, got {value.dtype}")
+        if name in ("logit_scale", "temperature"):
+            if not value.is_floating_point():
+                raise ValueError(f"{name} must be floating-point, got {value.dtype}")
+            check_no_gradient(name, value)
 
 
 def check_no_gradient(name: str, value: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.call import debug
-from parallel_lce.call.checks import check_kind, check_target
+from parallel_lce.call.checks import check_kind, check_target, described
 from parallel_lce.call.prepare import autocasted, check, checked_vocab_size, gradients_of, needs_of
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
@@ -61,8 +61,7 @@ def count_tokens(target: Tensor, ignore_index: int | None = NO_LABEL) -> TokenCo
         ValueError: ``target`` is no tensor of an integer dtype or bool, or ``ignore_index`` no integer of 64 bits.
     """
     if not isinstance(target, Tensor) or target.dtype not in (*INTEGERS, torch.bool):
-        given = target.dtype if isinstance(target, Tensor) else type(target).__name__
-        raise ValueError(f"target must be a tensor of ids or a mask of bool, got {given}")
+        raise ValueError(f"target must be a tensor of ids or a mask of bool, got {described(target)}")
     check_option("ignore_index", ignore_index)
     if target.dtype is torch.bool:
         return TokenCount(target)

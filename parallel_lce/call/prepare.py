@@ -20,7 +20,7 @@ from parallel_lce.backends import VARIABLE, backend_of
 from parallel_lce.backends.interface import Backend
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs, Needs, features_of, token_count
-from parallel_lce.call.checks import as_group, check_target, check_tensors, known_vocab_size
+from parallel_lce.call.checks import check_target, check_tensors, known_vocab_size
 from parallel_lce.core.collectives import Layout, Shard, digest_of
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.logit_map import LogitMap
@@ -64,7 +64,7 @@ def prepare(
     ``main_grad``: dW is added to it, and no gradient is formed in forward. ``needs``: which gradients a backward must
     produce; by default the gradients of tensors that require one.
     """
-    tensors, layout = autocasted(tensors), _layout(options, group)
+    tensors, layout = autocasted(tensors), Layout.of(group, options.sequence_parallel)
     key = _signature(options, tensors, layout, main_grad, needs)
     known = None if key is None else KNOWN.get(key)
     if known is None:
@@ -86,7 +86,7 @@ def check(
 ) -> tuple[Options, Layout, torch.Size]:
     """Raise ``ValueError`` for arguments that do not fit. Returns the options with floats for integers, the layout and
     the tokens' shape. torch.compile traces this function."""
-    layout = _layout(options, group)
+    layout = Layout.of(group, options.sequence_parallel)
     options = with_floats(options)
     check_options(options)
     shape = check_tensors(options, tensors, layout)
@@ -97,11 +97,6 @@ def check(
         )
     backend_of(tensors.linear_weight)  # may refuse the environment's choice
     return options, layout, shape
-
-
-def _layout(options: Options, group: dist.ProcessGroup | None) -> Layout:
-    parallel = options.sequence_parallel  # not checked yet
-    return Layout.of(as_group(group), type(parallel) is bool and parallel)
 
 
 def needs_of(tensors: Tensors) -> Needs:

@@ -53,7 +53,8 @@ class Layout:
                 f"process_group: this process (global rank {dist.get_rank()}) is not one of its "
                 f"{dist.get_process_group_ranks(group)} members"
             )
-        return cls(group, ranks, rank, ranks if sequence_parallel else 1) if ranks > 1 else cls()
+        # The option may not be checked yet.
+        return cls(group, ranks, rank, ranks if sequence_parallel is True else 1) if ranks > 1 else cls()
 
     @property
     def sequence_parallel(self) -> bool:

@@ -110,7 +110,7 @@ class Call(NamedTuple):
             selection = selection._replace(ids=ids, begin=begin, end=end)
         for feature, tensor in zip(features, others):
             feature.saved = tensor
-        logit_map = self.logit_map.with_tensors(scale, cap)
+        logit_map = self.logit_map._replace(token_scale=scale, token_softcap=cap)
         changed = dict(target=target, logit_map=logit_map, token_weight=weight, selection=selection, features=features)
         return self._replace(**changed, values=tuple(others[len(features) :])), rest
 

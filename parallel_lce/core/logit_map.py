@@ -41,19 +41,10 @@ class LogitMap(NamedTuple):
         softcap = None if softcap is None else softcap / temperature
         return cls(scale / temperature, token_scale, softcap, token_softcap)
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, Tensor | None]:
-        """The numbers of each token, for :meth:`with_tensors`. None of them needs a gradient."""
-        return self.token_scale, self.token_softcap
-
-    def with_tensors(self, token_scale: Tensor | None, token_softcap: Tensor | None) -> LogitMap:
-        return LogitMap(self.scale, token_scale, self.softcap, token_softcap)
-
     def each(self, change: Callable[[Tensor], Tensor]) -> LogitMap:
-        """The map with its :attr:`tensors` changed: those of some tokens, or spread over other dimensions."""
-        if self.token_scale is None and self.token_softcap is None:
-            return self
-        return self.with_tensors(*[t if t is None else change(t) for t in self.tensors])
+        """The map with its tensors changed: those of some tokens, or spread over other dimensions."""
+        scale, softcap = [t if t is None else change(t) for t in (self.token_scale, self.token_softcap)]
+        return self._replace(token_scale=scale, token_softcap=softcap)
 
     def of_rows(self, rows: slice | Tensor) -> LogitMap:
         return self.each(lambda t: t[rows])

@@ -159,11 +159,6 @@ def flattened(hidden: Tensor) -> Tensor:
     return hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
 
 
-def token_count(hidden: Tensor, layout: Layout) -> int:
-    """N, the tokens in the TP layout of this rank's ``hidden [..., D]``."""
-    return math.prod(hidden.shape[:-1]) * layout.sp_size
-
-
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 
 

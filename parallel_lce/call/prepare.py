@@ -19,7 +19,7 @@ from torch import Tensor
 from parallel_lce.backends import VARIABLE, backend_of
 from parallel_lce.backends.interface import Backend
 from parallel_lce.call import debug
-from parallel_lce.call.call import Call, Inputs, Needs, features_of, token_count
+from parallel_lce.call.call import Call, Inputs, Needs, features_of
 from parallel_lce.call.checks import check_target, check_tensors, known_vocab_size
 from parallel_lce.core.collectives import Layout, Shard, digest_of
 from parallel_lce.core.grad_buffers import MainGrad
@@ -241,7 +241,7 @@ def _plan(call: Call, tensors: Tensors, layout: Layout, gradients: GradientTrait
     plain = not call.feature_kinds and not call.columns.differ and options.logit_softcap is None
     codable = backend.CODES and plain and dtype == torch.bfloat16 and tensors.linear_bias is None
     problem = Problem(
-        token_count(tensors.input, layout),
+        call.shape.numel(),
         shared_shard_rows(shard.rows, layout.ranks, options.vocab_start, options.vocab_size),
         tensors.input.shape[-1],
         dtype.itemsize,

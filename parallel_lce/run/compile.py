@@ -7,13 +7,14 @@ handle, a tensor of one byte. Graphs carry the handle, and never see that a back
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel_lce.call.call import Needs, Shapes, features_of, token_count
+from parallel_lce.call.call import Needs, Shapes, features_of
 from parallel_lce.call.checks import public
 from parallel_lce.call.prepare import needs_of, prepare
 from parallel_lce.core.collectives import Layout
@@ -108,7 +109,7 @@ def _forward_operator(*arguments):
 def _(tensors, floats, counts, others):
     options, tensors, _, group = _decoded(tensors, None, counts, others)
     hidden = tensors.input
-    tokens = token_count(hidden, Layout.of(group, options.sequence_parallel))
+    tokens = math.prod(hidden.shape[:-1]) * Layout.of(group, options.sequence_parallel).sp_size
     dtype, handle = accumulation_dtype(hidden.dtype), hidden.new_empty(1, dtype=torch.uint8)
     if options.kind == "loss":
         shape = (tokens,) if options.reduction == "none" else ()

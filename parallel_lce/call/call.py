@@ -74,11 +74,8 @@ class Call(NamedTuple):
     values: tuple[Tensor, ...] = ()
     selection: Selection | None = None
     features: tuple[Feature, ...] = ()
-    feature_kinds: tuple[type[Feature], ...] = ()
     # dW is added to this buffer; None: dW is a new tensor.
     main_grad: MainGrad | None = None
-    # V, if targets are checked at each call.
-    checked_vocab_size: int | None = None
     # In debug mode, the number of the call among those of its group.
     number: int | None = None
 

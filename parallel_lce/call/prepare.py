@@ -163,8 +163,7 @@ def _planned(
         logit_map=LogitMap.of(options),
         dtype=accumulation_dtype(weight.dtype),
         layout=Layout(),
-        feature_kinds=features_of(options, tensors),
-        checked_vocab_size=checked_vocab_size(options, weight, layout),
+        features=tuple([kind() for kind in features_of(options, tensors)]),
         number=number,
     )
     return call._replace(plan=_plan(call, tensors, layout, gradients))
@@ -188,8 +187,7 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     if target is not None and not (target.dim() == 1 and target.dtype is torch.int64 and target.is_contiguous()):
         target = as_int64(target).reshape(-1).contiguous()
-    if target is not None and known.checked_vocab_size is not None:
-        check_target(known.options, target, known.checked_vocab_size, layout)
+    check_target(known.options, target, checked_vocab_size(known.options, weight, layout), layout)
     logit_map = known.logit_map
     if scale is not None or temperature is not None or token_weight is not None:
         dtype = accumulation_dtype(hidden.dtype)
@@ -204,7 +202,7 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
         logit_map=logit_map,
         token_weight=token_weight,
         selection=None if ids is None else Selection.of(ids, offsets, known.shape.numel()),
-        features=tuple([kind() for kind in kinds]) if (kinds := known.feature_kinds) else (),
+        features=tuple([type(feature)() for feature in known.features]),
         main_grad=main_grad,
     )
     return call, (hidden, weight, bias)
@@ -238,7 +236,7 @@ def _plan(call: Call, tensors: Tensors, layout: Layout, gradients: GradientTrait
     )
     # Codes have too little precision for differences of entries, and for logits. A bias may set entries so far apart,
     # or exclude one, that a window's few codes are too far from each other.
-    plain = not call.feature_kinds and not call.columns.differ and options.logit_softcap is None
+    plain = not call.features and not call.columns.differ and options.logit_softcap is None
     codable = backend.CODES and plain and dtype == torch.bfloat16 and tensors.linear_bias is None
     problem = Problem(
         call.shape.numel(),

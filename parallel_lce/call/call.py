@@ -49,8 +49,7 @@ class LossFunction:
 
 
 class Call(NamedTuple):
-    # The fields up to ``dtype`` are shared by all calls of one signature, except ``layout`` and a ``logit_map`` of
-    # tensors.
+    # The fields up to ``dtype`` are shared by all calls of one signature.
     options: Options
     backend: Backend
     shard: Shard
@@ -60,10 +59,10 @@ class Call(NamedTuple):
     shape: torch.Size
     # Which inputs required a gradient in forward.
     needs: Needs
-    logit_map: LogitMap
     # Dtype of statistics and sums.
     dtype: torch.dtype
-    layout: Layout
+    layout: Layout = Layout()
+    logit_map: LogitMap = LogitMap()
     # [N] int64 ids in the whole vocabulary, or None.
     target: Tensor | None = None
     # [N] in the statistics' dtype

@@ -160,9 +160,7 @@ def _planned(
         plan=cast(Plan, None),  # until it is made, below
         shape=shape,
         needs=needs,
-        logit_map=LogitMap.of(options),
         dtype=accumulation_dtype(weight.dtype),
-        layout=Layout(),
         features=tuple([kind() for kind in features_of(options, tensors)]),
         number=number,
     )
@@ -185,21 +183,15 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
     target, *of_tokens = [t if t is None else out_of_inference(t) for t in (target, *of_tokens)]
     token_weight, scale, temperature, ids, offsets = of_tokens
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    if target is not None and not (target.dim() == 1 and target.dtype is torch.int64 and target.is_contiguous()):
-        target = as_int64(target).reshape(-1).contiguous()
+    target = target if target is None else as_int64(target).reshape(-1).contiguous()
     check_target(known.options, target, checked_vocab_size(known.options, weight, layout), layout)
-    logit_map = known.logit_map
-    if scale is not None or temperature is not None or token_weight is not None:
-        dtype = accumulation_dtype(hidden.dtype)
-        scale, temperature, token_weight = (
-            t if t is None else t.reshape(-1).to(dtype).contiguous() for t in (scale, temperature, token_weight)
-        )
-        if scale is not None or temperature is not None:
-            logit_map = LogitMap.of(known.options, scale, temperature)
+    scale, temperature, token_weight = [
+        t if t is None else t.reshape(-1).to(known.dtype).contiguous() for t in (scale, temperature, token_weight)
+    ]
     call = known._replace(
         layout=layout,
         target=target,
-        logit_map=logit_map,
+        logit_map=LogitMap.of(known.options, scale, temperature),
         token_weight=token_weight,
         selection=None if ids is None else Selection.of(ids, offsets, known.shape.numel()),
         features=tuple([type(feature)() for feature in known.features]),

@@ -98,7 +98,7 @@ class _LogProbs(torch.autograd.Function):
         with device_without_autocast(weight):
             x = _gathered(call, flattened(hidden))
             # This rank's logits, -inf for other ranks' ids.
-            gather = PartialsGather(x, 1, shard, Columns(), layout, call.dtype, extra=len(selection.ids))
+            gather = PartialsGather(x, 1, shard, Columns(), layout, extra=len(selection.ids))
             local = selection._replace(ids=selection.ids - shard.start, logits=gather.extra.fill_(-torch.inf))
             call.backend.selected_logits(call.projection(weight, bias), x, local)
             if layout.ranks > 1:

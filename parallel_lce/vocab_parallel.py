@@ -114,7 +114,7 @@ class _LogitsCrossEntropy(torch.autograd.Function):
         target, ids = target - start, target
         partial = logits.new_empty(columns.count, len(target), dtype=accumulation_dtype(logits.dtype))
         shard = Shard(start, entries, None, digest)
-        gather = PartialsGather(partial, len(target), shard, Columns(), layout, partial.dtype)
+        gather = PartialsGather(partial, len(target), shard, Columns(), layout)
         with on_device_of(logits):
             backend.logits_partial(logits, target, columns.shifted, partial)
             gather.local.copy_(partial[:SHIFTED])

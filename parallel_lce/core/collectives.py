@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.core.memory import some_rows
-from parallel_lce.core.partials import TRAILER, Columns, Merged, trailer_of
+from parallel_lce.core.partials import TRAILER, Columns, Merged, accumulation_dtype, trailer_of
 from parallel_lce.core.plan import Block
 from parallel_lce.core.private import constant_in_graphs
 
@@ -236,21 +236,12 @@ class PartialsGather:
     each rank writes :attr:`extra`, and reads all ranks' :attr:`extras` after :meth:`finish`.
     """
 
-    def __init__(
-        self,
-        like: Tensor,
-        rows: int,
-        shard: Shard,
-        columns: Columns,
-        layout: Layout,
-        dtype: torch.dtype,
-        extra: int = 0,
-    ) -> None:
+    def __init__(self, like: Tensor, rows: int, shard: Shard, columns: Columns, layout: Layout, extra: int = 0) -> None:
         self._rows, self._shard, self._columns, self._layout = rows, shard, columns, layout
         self._work: dist.Work | None = None
-        self._extra = extra
+        self._extra, dtype = extra, accumulation_dtype(like.dtype)
         if layout.ranks == 1:
-            self.local = torch.empty(columns.count, rows, dtype=dtype, device=like.device)
+            self.local = like.new_empty(columns.count, rows, dtype=dtype)
             return
         size = columns.count * rows
         self._packed = like.new_empty(layout.ranks, size + extra + TRAILER, dtype=dtype)

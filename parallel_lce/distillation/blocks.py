@@ -177,7 +177,7 @@ def _normalizers(partials: tuple[Tensor, Tensor], student: Call, teacher: Call) 
     where the ranks' trailers do not match."""
     rows, shard = partials[0].shape[1], student.shard
     shard = replace(shard, digest=digest_of(shard.digest, teacher.shard.digest))
-    gather = PartialsGather(partials[0], 2 * rows, shard, Columns(), student.layout, student.dtype)
+    gather = PartialsGather(partials[0], 2 * rows, shard, Columns(), student.layout)
     torch.cat(partials, 1, out=gather.local)
     gather.start()
     (merged, _), _ = gather.finish(student.backend)

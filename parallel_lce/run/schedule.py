@@ -59,7 +59,7 @@ def forward(
         hidden, projection, targets = flattened(hidden), call.projection(weight, bias), call.local_targets()
         single, codes = len(blocks) == 1, call.plan.codes
         sizes = [feature.message_size(call) for feature in features]
-        partials = PartialsGather(hidden, call.shape.numel(), call.shard, call.columns, layout, call.dtype, sum(sizes))
+        partials = PartialsGather(hidden, call.shape.numel(), call.shard, call.columns, layout, sum(sizes))
         for feature, message in zip(features, partials.extra.split(sizes) if features else ()):
             feature.message = message.fill_(-torch.inf)
         gathered: Tensor | None = None
@@ -241,7 +241,7 @@ def _projected_blocks(call: Call, hidden: Tensor, projection: Projection) -> Ite
     for block, x in zip(blocks, hidden_of_blocks(hidden, blocks, layout)):
         x.wait()
         buffers.rotate(1)
-        partials = PartialsGather(x.tensor, len(x.tensor), call.shard, call.columns, layout, call.dtype)
+        partials = PartialsGather(x.tensor, len(x.tensor), call.shard, call.columns, layout)
         task = ForwardTask(
             call.of_block(projection, block),
             x.tensor,

@@ -125,12 +125,9 @@ class Plan:
         """The backward's blocks; the forward's too, if gradients are accumulated."""
         if not self.block_rows:
             return ()
-        blocks = [Block(0, self.first_rows, self.saved)] if self.first_rows else []
-        size = balanced(self.part_rows - self.first_rows, self.block_rows)
-        for start in range(self.first_rows, self.part_rows, size):
-            stop = min(start + size, self.part_rows)
-            blocks.append(Block(start, stop, self.saved if self.accumulate else 0))
-        return tuple(blocks)
+        first = [Block(0, self.first_rows, self.saved)] if self.first_rows else []
+        saved = self.saved if self.accumulate else 0
+        return *first, *_cut(self.first_rows, self.part_rows, self.block_rows, saved)
 
     @cached_property
     def forward_blocks(self) -> tuple[Block, ...]:
@@ -140,11 +137,8 @@ class Plan:
             return self.blocks
         # Decided by ``first_rows``, which all ranks share, not by ``saved``, which :meth:`limited` may lower on this
         # rank.
-        blocks = self.blocks[:1] if self.first_rows else ()
-        start = self.first_rows
-        size = balanced(self.part_rows - start, self.gathered_rows)
-        ends = [*range(start, self.part_rows, size), self.part_rows]
-        return *blocks, *(Block(a, b, 0) for a, b in zip(ends, ends[1:]))
+        first = self.blocks[:1] if self.first_rows else ()
+        return *first, *_cut(self.first_rows, self.part_rows, self.gathered_rows)
 
     def limited(self, shard_rows: int, itemsize: int, sp_size: int) -> Plan:
         """The plan of this rank, whose shard has ``shard_rows`` real rows. An uneven shard may have more rows than the
@@ -406,12 +400,17 @@ def balanced(rows: int, most: int) -> int:
     return max(1, rounded if rounded <= most else size)
 
 
+def _cut(start: int, stop: int, most: int, saved: int = 0) -> list[Block]:
+    """The rows ``[start, stop)`` in blocks of :func:`balanced` size."""
+    size = balanced(stop - start, most)
+    return [Block(first, min(first + size, stop), saved) for first in range(start, stop, size)]
+
+
 def blocks_within(budget: int, rows: int, token_bytes: int, sp_size: int = 1) -> tuple[Block, ...]:
     """Blocks of ``rows`` tokens of each part, whose logits are kept: the largest that fit in the budget, or in
     :data:`SMALLEST_BLOCK` if that is more, of at least :data:`FEWEST_TOKENS`."""
     fitting = max(budget, SMALLEST_BLOCK) // max(1, sp_size * token_bytes)
-    size = balanced(rows, max(fitting, -(-FEWEST_TOKENS // sp_size)))
-    return tuple([Block(a, min(a + size, rows), 0) for a in range(0, rows, size)])
+    return tuple(_cut(0, rows, max(fitting, -(-FEWEST_TOKENS // sp_size))))
 
 
 def shared_shard_rows(local_rows: int, ranks: int, vocab_start: int | None, vocab_size: int | None) -> int:

@@ -124,8 +124,7 @@ def linear_cross_entropy(
         logits_budget=logits_budget,
     )
     chosen, tensors, group, adapter = adapted(chosen, tensors, process_group)
-    if mask is not None:
-        mask = adapter.per_token("mask", mask)
+    mask = adapter.per_token("mask", mask)
     return adapter.loss(fused_loss(chosen, tensors, group, mask=mask, counted_tokens=counted_tokens))
 
 

@@ -68,8 +68,7 @@ def public(function: F) -> F:
             return function(*given, **named)
         except Exception as refusal:
             if state.depth == 1 and state.awaited:
-                if (layout := _layout_of(dict(zip(parameters, given)) | named)) is not None:
-                    debug.report_refusal(layout, refusal)
+                debug.report_refusal(_layout_of(dict(zip(parameters, given)) | named), refusal)
             raise
         finally:
             state.depth -= 1
@@ -79,9 +78,8 @@ def public(function: F) -> F:
     return called  # pyright: ignore[reportReturnType]
 
 
-def _layout_of(arguments: Mapping[str, Any]) -> Layout | None:
-    """The layout of a refused call over the group that it has noted, or that its arguments give. None if there is
-    none."""
+def _layout_of(arguments: Mapping[str, Any]) -> Layout:
+    """The layout of a refused call over the group that it has noted, or that its arguments give."""
     names = ("process_group", "tp_group", "dist_process_group", "group")
     groups = [debug.state.group, *map(arguments.get, names), getattr(arguments.get("self"), "process_group", None)]
     try:
@@ -94,7 +92,7 @@ def _layout_of(arguments: Mapping[str, Any]) -> Layout | None:
                 return Layout.of(as_group(group), False)
     except Exception:  # the group itself is refused, or destroyed
         pass
-    return None
+    return Layout()
 
 
 def as_group(group: Any) -> dist.ProcessGroup | None:

@@ -105,18 +105,18 @@ class Plan:
     block_rows: int
     # Vocabulary rows whose exponentials the first block saves or, accumulating, every block.
     saved: int
-    # Whether gradients are formed in forward, block by block.
-    accumulate: bool
     # Vocabulary rows per rank that the plan assumes, the same on all ranks.
     shard_rows: int
     # Bytes that the exponentials of one block may take.
     block_bytes: int
     # Bytes of logits-shaped scratch memory beside the saved exponentials.
     scratch_bytes: int
-    # Bytes of the only block's gathered hidden states; 0: they are not saved.
-    hidden_bytes: int
     # Most rows of a forward's block that saves nothing.
     gathered_rows: int
+    # Whether gradients are formed in forward, block by block.
+    accumulate: bool = False
+    # Bytes of the only block's gathered hidden states; 0: they are not saved.
+    hidden_bytes: int = 0
     # Whether exponentials are saved as codes of one byte.
     codes: bool = False
 
@@ -252,10 +252,8 @@ class Problem:
             part_rows=self.part_rows,
             shard_rows=self.shard_rows,
             gathered_rows=gathered_rows,
-            accumulate=False,
             block_bytes=self.budget,
             scratch_bytes=self.scratch,
-            hidden_bytes=0,
         )
         return Plan(**usual | fields)
 

@@ -125,11 +125,6 @@ def as_int64(ids: Any) -> Any:
     return wide if ids.dtype is not torch.uint64 else wide.masked_fill(wide < 0, torch.iinfo(torch.int64).max)
 
 
-def as_float(value: Any) -> Any:
-    """Python's integers as floats, but those too large for fp32, which the checks refuse; anything else as it is."""
-    return float(value) if type(value) is int and -LARGEST <= value <= LARGEST else value
-
-
 def is_number(value: object) -> TypeGuard[float]:
     """Whether ``value`` is Python's int or float within fp32's range, and not NaN. torch.compile can trace comparisons.
     NumPy's float64 is a subclass of float, whose comparisons give numpy.bool_, which Triton rejects."""
@@ -191,8 +186,11 @@ COUNT_OPTIONS = ("ignore_index", "vocab_start", "vocab_size", "logits_budget", "
 
 
 def with_floats(options: Options) -> Options:
-    """The same options, with floats for integers where an option is a float."""
-    return options._replace(**{name: as_float(getattr(options, name)) for name in FLOAT_OPTIONS})
+    """The same options, with floats for integers where an option is a float; but those too large for fp32, which the
+    checks refuse."""
+    given = {name: getattr(options, name) for name in FLOAT_OPTIONS}
+    floats = {name: float(value) for name, value in given.items() if type(value) is int and is_number(value)}
+    return options._replace(**floats)
 
 
 def check_option(name: str, value: object) -> None:

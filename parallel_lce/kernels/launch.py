@@ -148,63 +148,36 @@ class Relaunched:
         self._compiled[key] = start
 
 
-def _describe(arguments: tuple, described: list) -> Sequence:
+def _describe(arguments: tuple, described: list) -> list:
     """The arguments for the driver, tensors as addresses. Adds all properties on which Triton specializes, and possibly
-    more, to ``described``. Most arguments of a launch are None, of which their type says everything."""
-    kinds = tuple(map(type, arguments))
-    places = _PLACES.get(kinds)
-    if places is None:
-        places = _PLACES[kinds] = _places_of(kinds)
-    kinds, tensors, integers, tuples, others = places
-    described.append(kinds)
-    if not (tensors or integers or tuples or others):
-        return arguments
-    values = [*arguments]
-    for place in tensors:
-        tensor = arguments[place]
-        values[place] = address = tensor.data_ptr()
-        # A tuple marks an address that is not 16 bytes aligned.
-        described.append((tensor.dtype,) if address & 15 else tensor.dtype)
-    for place in integers:
-        number = arguments[place]
-        if -(2**31) <= number < 2**31:
-            # Whether it is 1, and whether it is divisible by 16.
-            described.append(1 if number == 1 else 2 if number & 15 else 16)
-        else:
-            width = 32 if number < 2**63 else 64
-            described.append(width + (2 if number & 15 else 16))
-    for place in tuples:
-        values[place] = tuple(_describe(arguments[place], described))
-    for place in others:
-        argument = arguments[place]
-        if isinstance(argument, Tensor):
-            plain = argument.as_subclass(Tensor)
-            if type(plain) is not Tensor:
-                kind = type(argument).__name__
-                raise ValueError(f"no kernel can read a {kind}, which has a __torch_dispatch__ of its own")
-            [values[place]] = _describe((plain,), described)
-        else:
-            described += argument.base.dtype, *argument.block_shape
-    return values
-
-
-_PLACES: dict[tuple[type, ...], tuple] = {}
-"""By the types of arguments: the types to a kernel, and where there are tensors, integers, tuples, and other things
-that are described one by one."""
-
-
-def _places_of(kinds: tuple[type, ...]) -> tuple:
-    tensors, integers, tuples, others = [], [], [], []
-    for place, kind in enumerate(kinds):
-        if kind is Tensor or kind is Parameter:
-            tensors.append(place)
+    more, to ``described``."""
+    values = []
+    for argument in arguments:
+        kind = type(argument)
+        if argument is None or kind is float:
+            described.append(kind)
         elif kind is int:
-            integers.append(place)
-        elif issubclass(kind, tuple):
-            tuples.append(place)
-        elif issubclass(kind, Tensor) or hasattr(kind, "from_tensor"):
-            others.append(place)
-        elif kind not in (type(None), float):
+            if -(2**31) <= argument < 2**31:
+                # Whether it is 1, and whether it is divisible by 16.
+                described.append(1 if argument == 1 else 2 if argument & 15 else 16)
+            else:
+                width = 32 if argument < 2**63 else 64
+                described.append(width + (2 if argument & 15 else 16))
+        elif isinstance(argument, tuple):
+            described += kind, len(argument)
+            argument = tuple(_describe(argument, described))
+        elif isinstance(argument, Tensor):
+            if kind is not Tensor and kind is not Parameter:
+                argument = argument.as_subclass(Tensor)
+                if type(argument) is not Tensor:
+                    raise ValueError(f"no kernel can read a {kind.__name__}, which has a __torch_dispatch__ of its own")
+            address = argument.data_ptr()
+            # A tuple marks an address that is not 16 bytes aligned.
+            described.append((argument.dtype,) if address & 15 else argument.dtype)
+            argument = address
+        elif hasattr(kind, "from_tensor"):
+            described += kind, argument.base.dtype, *argument.block_shape
+        else:
             raise TypeError(f"a {kind.__name__} is no argument of a kernel")
-    # To a kernel a parameter is a tensor.
-    return tuple([Tensor if kind is Parameter else kind for kind in kinds]), tensors, integers, tuples, others
+        values.append(argument)
+    return values

@@ -64,7 +64,7 @@ from parallel_lce import backends
 from parallel_lce.kernels import launch, product
 
 backends._name = lambda *given: "triton"
-launch._capability = lambda device: CAPABILITY
+launch.generation = product.generation = lambda device: CAPABILITY // 10
 product.num_sms = lambda device: 132
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 for plain, call in kernel_calls.every_call("cpu", [dist.new_group([0]), dist.group.WORLD]):  # noqa: B007

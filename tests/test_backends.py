@@ -37,7 +37,7 @@ def test_weights_and_logits_get_their_backend(choice, monkeypatch):
     pytest.importorskip("triton", reason="needs triton")
     kind, value, dtype, capability, installed, of_weights, of_logits = choice
     choose(monkeypatch, value, installed, interpret="1")
-    monkeypatch.setattr(backends, "_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     matrix = SimpleNamespace(device=torch.device(kind), dtype=dtype, is_meta=False, shape=(2, 2))
     assert backend_of(matrix).NAME == of_weights
     assert backend_of(matrix, vocab_parallel._SUITABLE).NAME == of_logits

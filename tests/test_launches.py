@@ -95,7 +95,6 @@ def test_which_mainloop_runs_on_hopper(version, runs, monkeypatch):
     if lacks:
         monkeypatch.delattr("parallel_lce.kernels.mainloop_hopper", raising=False)
         monkeypatch.setitem(sys.modules, "parallel_lce.kernels.mainloop_hopper", None)  # its import raises
-    monkeypatch.setattr("parallel_lce.kernels.launch._capability", lambda device: 90)
     monkeypatch.setattr(product, "interpreted", lambda: False)
     monkeypatch.setattr(product, "triton", SimpleNamespace(__version__=version))
     weight = torch.empty(8, 8, dtype=torch.bfloat16)

@@ -74,7 +74,7 @@ def _name(device: torch.device, dtype: torch.dtype, suitable: tuple[torch.dtype,
                 "under TRITON_INTERPRET=1"
             )
         return "triton"
-    if on_cuda and dtype in suitable and _triton_installed() and _capability(device) >= (8, 0):
+    if on_cuda and dtype in suitable and _triton_installed() and torch.cuda.get_device_capability(device) >= (8, 0):
         return "triton"
     return "torch"
 
@@ -82,8 +82,3 @@ def _name(device: torch.device, dtype: torch.dtype, suitable: tuple[torch.dtype,
 @functools.cache
 def _triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)

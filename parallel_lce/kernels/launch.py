@@ -27,20 +27,13 @@ def interpreted() -> bool:
 
 
 @functools.cache
-def _capability(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
 def generation(device: torch.device) -> int:
-    """9 for Hopper, 10 for Blackwell."""
-    return _capability(device) // 10
+    """8 for Ampere, 9 for Hopper and the interpreter, 10 for Blackwell."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 def hopper_or_later(device: torch.device) -> bool:
-    return _capability(device) >= 90
+    return generation(device) >= 9
 
 
 @functools.cache

@@ -96,9 +96,7 @@ def test_blocks_pieces_and_shards_keep_the_errors(c, factor, worlds, backend, de
     assert_holds(c, factor, backend, worlds, device)
 
 
-@pytest.mark.parametrize(
-    ("limit", "budget"), [("triton_backward.PRODUCT_BYTES", 1 << 20), ("triton._PARTIAL_BYTES", 0)]
-)
+@pytest.mark.parametrize(("limit", "budget"), [("triton_backward.PRODUCT_BYTES", 1 << 20), ("triton.PARTIAL_BYTES", 0)])
 def test_products_of_some_rows_keep_the_errors(limit, budget, worlds, device, kernels):
     with mock.patch(f"parallel_lce.backends.{limit}", 1):
         assert_holds(of(1100, 300, 8, "bf16", budget=budget), 1.1, "triton", worlds, device)

@@ -112,7 +112,6 @@ class Recorder:
     """A jit function, and what it compiles to, each of whose launches is recorded."""
 
     arg_names = ["x", "number", "scale", "bias", "BLOCK"]
-    __name__ = "kernel"
     function, packed_metadata = "function", "metadata"
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from parallel_lce.core.plan import DEFAULT_BUDGET, GATHERED_BYTES, SMALLEST_BLOCK, GradientTraits, Problem
 from parallel_lce.core.plan import plan as plan_of
-from parallel_lce.kernels.tuning import MEASURED
+from parallel_lce.kernels.tuning import FLOPS_PER_BYTE
 
 MiB = 1 << 20
 
@@ -18,7 +18,7 @@ MAIN_GRAD = replace(BF16, weight_fp32=True)
 
 
 def plan(*numbers, **others):
-    return plan_of(Problem(*numbers, **dict(flops_per_byte=MEASURED.flops_per_byte) | others))
+    return plan_of(Problem(*numbers, **dict(flops_per_byte=FLOPS_PER_BYTE) | others))
 
 
 def drawn(number: int) -> dict:

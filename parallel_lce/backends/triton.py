@@ -30,17 +30,14 @@ from parallel_lce.kernels.product import ALIGNED, Product, aligned_contiguous, n
 from parallel_lce.kernels.results import Results, mean_loss, statistics_gradient, without_factor
 from parallel_lce.kernels.selected import log_softmax_of_sets, selected_rows, target_logits
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
-from parallel_lce.kernels.tuning import MEASURED
+from parallel_lce.kernels.tuning import FLOPS_PER_BYTE, PARTIAL_BYTES
 
 # What this module imports and does not call are functions of :class:`parallel_lce.backends.interface.Backend`.
 NAME: str = "triton"
-FLOPS_PER_BYTE: float = MEASURED.flops_per_byte
 SAME_BITS: bool = True
 REUSES_SAVED: bool = True
 CODES: bool = True
 block_backward = BlockBackward
-
-_PARTIAL_BYTES = MEASURED.partial_bytes
 
 
 def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
@@ -103,12 +100,12 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
 
 def _ranges(task: ForwardTask, product: Product) -> list[slice]:
     """Rows that are projected together: all, or without saved tensors whole tiles whose window partials fit
-    ``_PARTIAL_BYTES``."""
+    ``PARTIAL_BYTES``."""
     rows, height = product.x.shape[0], product.tile.rows
     row_bytes = 8 * product.windows * (task.columns.merged - 1)
-    if task.save or rows * row_bytes <= _PARTIAL_BYTES:
+    if task.save or rows * row_bytes <= PARTIAL_BYTES:
         return [slice(0, rows)]
-    fitting = max(1, _PARTIAL_BYTES // row_bytes)
+    fitting = max(1, PARTIAL_BYTES // row_bytes)
     size = -(-rows // (-(-rows // fitting) * height)) * height
     return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
 

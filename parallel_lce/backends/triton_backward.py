@@ -43,13 +43,12 @@ from parallel_lce.kernels.token_gradients import (
     token_gradients,
     write_targets,
 )
-from parallel_lce.kernels.tuning import MEASURED
+from parallel_lce.kernels.tuning import LONGEST_SLICE, PRODUCT_BYTES
 
 # Rows of a piece are a multiple of this, since matrix products are tiled so.
 _MULTIPLE = 128
 # Rows of a product are a multiple of this.
 _ROWS = 1024
-PRODUCT_BYTES = MEASURED.product_bytes
 
 
 def rewrites(coefficients: Coefficients, projection: Projection) -> bool:
@@ -299,7 +298,7 @@ class BlockBackward:
         # Several ranges are added to an fp32 sum of dX.
         summed = len(ranges) > 1 and x.dtype != self._projection.dtype
         if dx is not None and dx.last and summed and held == 0 and not task.scratch.allocated:
-            longest = len(x) * MEASURED.longest_slice
+            longest = len(x) * LONGEST_SLICE
             wider = cut_for(max(capacity, min(capacity + x.numel(), longest)))
             self._dx_last = len(wider[0]) > 1
             ranges, cut = wider if self._dx_last else (ranges, cut)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from parallel_lce.kernels.tuning import MEASURED
+from parallel_lce.kernels.tuning import MOST_HIDDEN_BYTES, MOST_ROW_BLOCKS, MOST_WAVES, ROW_BLOCKS
 
 
 @functools.cache
@@ -52,10 +52,9 @@ def blocks_per_launch(row_blocks: int, windows: int, programs: int, block_bytes:
     In a long launch the programs drift apart until they no longer share loads in the L2 cache. The next launch starts
     them in step again. A launch over few windows is short and may have more row blocks, which saves host time.
     """
-    waves = MEASURED.most_waves * programs // windows
-    more = min(MEASURED.most_row_blocks, waves, MEASURED.most_hidden_bytes // block_bytes)
-    usual = MEASURED.row_blocks
-    candidates = range(usual[0], max(usual[-1], more) + 1)
+    waves = MOST_WAVES * programs // windows
+    more = min(MOST_ROW_BLOCKS, waves, MOST_HIDDEN_BYTES // block_bytes)
+    candidates = range(ROW_BLOCKS[0], max(ROW_BLOCKS[-1], more) + 1)
     if row_blocks <= candidates[-1]:
         return max(1, row_blocks)
 
@@ -100,7 +99,6 @@ class Relaunched:
         self._compiled: dict[tuple, Callable] = {}
         # Triton's cache of compiled kernels has none: of two threads one may find a kernel that is not loaded yet.
         self._lock = threading.Lock()
-        self.__name__, self.__doc__ = function.__name__, function.__doc__
 
     def launch(self, grid: tuple[int, ...], *arguments, **constants) -> None:
         """Launch on the current stream of the first argument's device."""

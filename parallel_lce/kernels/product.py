@@ -23,10 +23,10 @@ from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE
 from parallel_lce.kernels.epilogue import ForwardEpilogue, GradientTerms
 from parallel_lce.kernels.launch import addressable, blocks_per_launch, generation, interpreted, num_sms
 from parallel_lce.kernels.partials import PartialColumns
-from parallel_lce.kernels.tuning import MEASURED, MODEST_TILES, Tile
+from parallel_lce.kernels.tuning import HOPPER_TILE, MODEST_TILES, TMA_TILE, Tile
 
 # Tiles of 16-bit operands that TMA loads, by the device's generation. A tile names its mainloop.
-_TILES = {9: MEASURED.hopper_tile, 10: MEASURED.tma_tile}
+_TILES = {9: HOPPER_TILE, 10: TMA_TILE}
 # Oldest and newest Triton whose Gluon runs the mainloop for Hopper.
 _GLUON = (3, 6), (3, 9)
 # Row strides of saved exponentials are multiples of this many elements: cuBLAS and TMA want 16 bytes.
@@ -147,7 +147,7 @@ def tile_of(weight: torch.Tensor, tma: bool) -> Tile:
     tile = _TILES.get(generation(weight.device)) if tma and weight.element_size() == 2 else None
     if tile is None:
         return MODEST_TILES[weight.element_size()]
-    return tile if tile.mainloop != "hopper" or _has_gluon() else MEASURED.tma_tile
+    return tile if tile.mainloop != "hopper" or _has_gluon() else TMA_TILE
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from parallel_lce.kernels.codes import decode
 from parallel_lce.kernels.epilogue import GradientTerms
 from parallel_lce.kernels.launch import next_power_of_2
 from parallel_lce.kernels.product import Product, aligned_contiguous, stride_of
-from parallel_lce.kernels.results import without_factor
+from parallel_lce.kernels.results import factor_stride_of, without_factor
 from parallel_lce.kernels.selected import write_selected
 from parallel_lce.kernels.token_gradients import (
     Saved,
@@ -168,7 +168,8 @@ class Piece:
         if projection.weight.dtype == torch.float16:
             fp16_scale = fp16_scale_of(coefficients, partial[SUM_EXP], projection, task.selection)
             self.fp16_unscale = 1 / fp16_scale
-        self.terms = GradientTerms.of(partial, coefficients, fp16_scale, projection.logit_map)
+        stride = factor_stride_of(coefficients)
+        self.terms = GradientTerms(partial, coefficients, stride, fp16_scale, projection.logit_map)
 
     def form(self, start: int, stop: int) -> Slice:
         selection = self._task.selection

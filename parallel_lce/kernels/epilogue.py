@@ -39,7 +39,6 @@ from parallel_lce.kernels.arithmetic import (
 from parallel_lce.kernels.codes import CodeColumns, encoded
 from parallel_lce.kernels.logit_map import slope_at, softcapped, tile_caps, tile_scaled
 from parallel_lce.kernels.partials import PartialColumns, store_partials
-from parallel_lce.kernels.results import factor_stride_of
 
 _NO_ENTRY = tl.constexpr(NO_ENTRY)
 # Of all mainloops: arguments whose values vary between launches. A new value does not compile a new kernel.
@@ -92,12 +91,6 @@ class GradientTerms(NamedTuple):
     # 0-dimensional: the gradient is stored times this number; None: 1
     fp16_scale: torch.Tensor | None
     logit_map: LogitMap
-
-    @classmethod
-    def of(
-        cls, partial: torch.Tensor, coefficients: Coefficients, fp16_scale: torch.Tensor | None, logit_map: LogitMap
-    ) -> GradientTerms:
-        return cls(partial, coefficients, factor_stride_of(coefficients), fp16_scale, logit_map)
 
 
 @triton.jit

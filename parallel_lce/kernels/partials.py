@@ -35,7 +35,7 @@ from parallel_lce.kernels.arithmetic import (
     wide_sum,
 )
 from parallel_lce.kernels.launch import Relaunched, next_power_of_2
-from parallel_lce.kernels.results import Results, of_kernel, store_losses, store_statistics
+from parallel_lce.kernels.results import Results, store_losses, store_statistics
 
 # Sentinel: no argmax, since a logit is NaN or the trailers do not match.
 _NO_ENTRY, _ONE_LARGE_ENTRY = tl.constexpr(NO_ENTRY), tl.constexpr(ONE_LARGE_ENTRY)
@@ -218,7 +218,6 @@ def _merge_kernel(
     start,
     RANKS: tl.constexpr,
     RESULTS: tl.constexpr,
-    OUTSIDE_NAN: tl.constexpr,
     SHIFTED: tl.constexpr,
     TOTAL: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -358,7 +357,7 @@ def _merge_kernel(
     if RESULTS != "":
         token = (r, valid, target_id + (0 if RANKS else start))
         if RESULTS == "loss":
-            store_losses(results, token, (top, exp_sum, target, below_max), count, OUTSIDE_NAN)
+            store_losses(results, token, (top, exp_sum, target, below_max), count)
         else:
             sums = (below_max, sum_of_logits, below, squares)
             store_statistics(results, token, (top, exp_sum, target, argmax), sums, count)
@@ -419,7 +418,7 @@ def merge_windows(
         entries,
         start,
         RANKS=False,
-        **of_kernel(results),
+        RESULTS="" if results is None else results.kind,
         **columns.rows,
         LOW=columns.merged if columns.low else 0,
         BLOCK_R=_MERGE_ROWS,
@@ -460,7 +459,7 @@ def merge_ranks(
             vocab_size,
             0,
             RANKS=True,
-            **of_kernel(results),
+            RESULTS="" if results is None else results.kind,
             **columns.rows,
             LOW=0,
             BLOCK_R=block_r,

@@ -32,8 +32,6 @@ _GLUON = (3, 6), (3, 9)
 # Row strides of saved exponentials are multiples of this many elements: cuBLAS and TMA want 16 bytes.
 ALIGNED = 64
 
-Epilogue = ForwardEpilogue | GradientTerms
-
 
 @dataclass
 class Product:
@@ -62,7 +60,7 @@ class Product:
     def of_rows(self, rows: slice) -> Product:
         return replace(self, x=self.x[rows], logit_map=self.logit_map.of_rows(rows))
 
-    def launch(self, out: torch.Tensor | None, epilogue: Epilogue) -> None:
+    def launch(self, out: torch.Tensor | None, epilogue: ForwardEpilogue | GradientTerms) -> None:
         """Start the product with an epilogue. Rows of ``out [R, V]``, which receives its exponentials or the gradient,
         are 16 bytes aligned. TMA stores 16-byte granules, so the padding after a row's last entry is overwritten up to
         the next boundary. Coefficients of a gradient have no factor."""

@@ -35,6 +35,8 @@ class _Losses(NamedTuple):
     ignore_index: int | None
     smoothing: float | None
     z_loss: float | None
+    # 1, or None: the loss of a target outside the vocabulary is not NaN.
+    outside_is_nan: int | None
 
 
 class _Statistics(NamedTuple):
@@ -66,7 +68,6 @@ class Results(NamedTuple):
     outputs: _Losses | _Statistics
     # [R] int64 ids in the whole vocabulary, or None
     target: torch.Tensor | None
-    outside_is_nan: bool
 
     @classmethod
     def new(cls, wanted: Wanted, like: torch.Tensor, rows: int) -> Results:
@@ -77,8 +78,9 @@ class Results(NamedTuple):
             coefficients = _new_coefficients(names, rows, like.device)
             losses = torch.empty(rows, dtype=torch.float32, device=like.device)
             terms = options.ignore_index, options.label_smoothing or None, options.z_loss or None
-            outputs = _Losses(losses, coefficients, wanted.token_weight, *terms)
-            return cls("loss", outputs, target, options.outside_is_nan)
+            outside_is_nan = 1 if options.outside_is_nan else None
+            outputs = _Losses(losses, coefficients, wanted.token_weight, *terms, outside_is_nan)
+            return cls("loss", outputs, target)
         columns, device, has_target = options.columns, like.device, target is not None
         outputs: Any = _Statistics(
             lse=empty_if(True, rows, device),
@@ -95,7 +97,7 @@ class Results(NamedTuple):
             log_sum=empty_if(wanted.log_sum, rows, device),
             ignore_index=options.ignore_index,
         )
-        return cls("statistics", outputs, target, True)
+        return cls("statistics", outputs, target)
 
     def of_rows(self, rows: slice) -> Results:
         """The memory of some of the tokens."""
@@ -115,15 +117,8 @@ class Results(NamedTuple):
         return {name: value for name, value in zip(_Statistics._fields, self.outputs) if name != "ignore_index"}
 
 
-def of_kernel(results: Results | None) -> dict[str, Any]:
-    """The constants by which a kernel knows what it forms."""
-    if results is None:
-        return dict(RESULTS="", OUTSIDE_NAN=False)
-    return dict(RESULTS=results.kind, OUTSIDE_NAN=results.outside_is_nan)
-
-
 @triton.jit
-def store_losses(out, token, columns, entries, OUTSIDE_NAN: tl.constexpr):
+def store_losses(out, token, columns, entries):
     """Form losses and coefficients of the tokens ``r``. ``token``: r, whether there is such a token, and its target.
     ``columns``: maximum, sum of exponentials, the target's logit and, with smoothing, the shifted sum."""
     r, valid, target_id = token
@@ -137,7 +132,7 @@ def store_losses(out, token, columns, entries, OUTSIDE_NAN: tl.constexpr):
     if out.smoothing is not None:
         smoothing = out.smoothing
     log_prob, of_target = (logit - top) - log_sum, 1.0 - smoothing
-    if OUTSIDE_NAN:
+    if out.outside_is_nan is not None:
         weight = tl.where(inside, weight, float("nan"))
     else:
         log_prob = tl.where(inside, log_prob, -log_sum)

@@ -5,7 +5,7 @@ With one coefficient c per token (1 where G was recomputed or rewritten), a slic
     dX = c (G @ weight)        dW = G.T @ (c x)        G with the targets' entries replaced
 
 G is either formed from saved exponentials, in their memory, or recomputed into scratch memory. If the scratch memory
-held only a narrow slice of all rows, the rows are cut into pieces, too (:func:`tiling`).
+held only a narrow slice of all rows, the rows are cut into pieces, too (:meth:`BlockBackward._tiling`).
 
 A target's gradient t is formed in fp32. If no other token of the piece has the target, G holds 0, and the terms of t
 are added to dX and dW in fp32. Otherwise G holds t rounded (:mod:`parallel_lce.kernels.token_gradients`). The formula
@@ -24,9 +24,8 @@ from parallel_lce.backends.formulas import fp16_scale_of
 from parallel_lce.backends.gemm import accumulate, matmul, put
 from parallel_lce.backends.interface import BackwardTask, HiddenGrad, SliceProducts
 from parallel_lce.core.grad_buffers import GradBuffer
-from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.memory import some_rows
-from parallel_lce.core.partials import SUM_EXP, Coefficients
+from parallel_lce.core.partials import SUM_EXP
 from parallel_lce.core.plan import LONG_SLICE
 from parallel_lce.kernels.codes import decode
 from parallel_lce.kernels.epilogue import GradientTerms
@@ -51,50 +50,10 @@ _MULTIPLE = 128
 _ROWS = 1024
 
 
-def rewrites(coefficients: Coefficients, projection: Projection) -> bool:
-    """Whether all rows of saved exponentials are rewritten for this gradient."""
-    beside_alpha = coefficients.gamma, coefficients.delta, coefficients.epsilon
-    differs = any([c is not None for c in beside_alpha])
-    return differs or projection.logit_map.softcap is not None or projection.weight.dtype == torch.float16
-
-
-def is_coded(saved: Saved | tuple[()]) -> bool:
-    """Whether the saved exponentials are codes."""
-    return bool(saved) and saved.exponentials.dtype == torch.uint8
-
-
 def window_of(saved: Saved, real_rows: int) -> int:
     """Width of the forward's windows, a power of two; for a shard of one window the next power of two suffices.
     ``Product.of`` may now choose another tile, since saved-tensor hooks may change the operands' alignment."""
     return next_power_of_2(-(-real_rows // saved.maxima.shape[0]))
-
-
-def tiling(
-    projection: Projection, x: Tensor, saved_entries: int, capacity: int, widest: int, window: int
-) -> tuple[list[tuple[int, int]], list[slice]]:
-    """Cut the recomputed gradient of ``x [R, D]`` into ranges of the shard's entries, from ``saved_entries`` on, and
-    pieces of rows. One range of one piece has at most ``capacity`` elements, or one window.
-
-    The entries of a range are the K dimension of the product for dX; the rows of a piece, of the product for dW. Each
-    product is added to a sum in memory, which slows a product with a K dimension below ``LONG_SLICE``. So the rows are
-    cut if ranges of all rows would be narrower than that. Ranges of a cut block have at most ``widest`` entries. If
-    exponentials are saved, all rows stay together. Ranges begin with windows of ``window`` entries."""
-    (rows, _), start, real = x.shape, saved_entries, projection.real_rows
-    if start == real:
-        return [], [slice(0, rows)]
-    width = max(Product.of(projection, x, start, real).tile.entries, window)
-    fitting, height = max(width, capacity // rows // width * width), rows
-    wide = max(width, min(LONG_SLICE, math.isqrt(capacity), widest) // width * width)
-    if fitting < min(wide, real) and not saved_entries:
-        fitting, height = wide, capacity // wide // _MULTIPLE * _MULTIPLE or capacity // wide
-    number = -(-(real - start) // fitting)
-    step = -(-(real - start) // (number * width)) * width
-    pieces = -(-rows // height)
-    height = min(rows, -(-rows // (pieces * _MULTIPLE)) * _MULTIPLE)
-    return (
-        [(a, min(a + step, real)) for a in range(start, real, step)],
-        [slice(a, min(a + height, rows)) for a in range(0, rows, height)],
-    )
 
 
 @dataclass
@@ -147,12 +106,14 @@ class Piece:
         self._saved = saved or None
         # Codes are decoded into the scratch memory, as slices are recomputed.
         self._codes: Saved | None = None
-        if is_coded(saved):
+        if saved and saved.shift is not None:
             self._codes, self._saved = saved, None
             if coefficients.beta is None:  # the target has no code: its entry is written in any case
                 coefficients = coefficients._replace(beta=torch.zeros_like(coefficients.alpha))
+        is_fp16, capped = projection.weight.dtype == torch.float16, projection.logit_map.softcap is not None
+        differs = any([c is not None for c in (coefficients.gamma, coefficients.delta, coefficients.epsilon)])
         # Rewrite every row of saved exponentials: selected entries can be added to no others.
-        self._rewrite = task.selection is not None or rewrites(coefficients, projection)
+        self._rewrite = task.selection is not None or differs or capped or is_fp16
         self._find_shared = grads.dweight is not None or grads.dbias is not None
         fp16_scale: Tensor | None = None
         # 1 / fp16_scale, 0-dimensional: every sum over G is multiplied by it. None except in fp16.
@@ -165,7 +126,7 @@ class Piece:
         # Only where all rows keep their exponentials the kernels take a factor.
         if self._rewrite or saved_entries < projection.real_rows or task.filter is not None:
             coefficients = without_factor(coefficients)
-        if projection.weight.dtype == torch.float16:
+        if is_fp16:
             fp16_scale = fp16_scale_of(coefficients, partial[SUM_EXP], projection, task.selection)
             self.fp16_unscale = 1 / fp16_scale
         stride = factor_stride_of(coefficients)
@@ -210,14 +171,10 @@ class Piece:
         gradient = self._memory(start, stop)
         decoded = 0
         if self._codes is not None:
-            codes, maxima = self._codes.exponentials, self._codes.maxima
-            shift, lowest = self._codes.shift, self._codes.lowest
-            assert shift is not None and lowest is not None
-            decoded = max(0, min(stop, codes.shape[1]) - start)
+            decoded = max(0, min(stop, self._codes.exponentials.shape[1]) - start)
             if decoded:
-                windows = maxima[:, self.rows], shift[:, self.rows], lowest[:, self.rows]
                 window = window_of(self._codes, self.projection.real_rows)
-                decode(codes[self.rows], windows, self.terms, self.rows.start, start, window, gradient[:, :decoded])
+                decode(self._codes, self.rows, self.terms, start, window, gradient[:, :decoded])
         if start + decoded < stop:
             Product.of(self.projection, self.x, start + decoded, stop).launch(gradient[:, decoded:], self.terms)
         return gradient
@@ -276,38 +233,55 @@ class BlockBackward:
         # Saved rows may be padded.
         known = min(saved.exponentials.shape[1], projection.real_rows) if saved else 0
         # Codes are decoded in slices, as logits are recomputed.
-        self._coded = is_coded(saved)
+        self._coded = bool(saved and saved.shift is not None)
         self._saved_entries = 0 if self._coded else known
         self._empty = task.x.shape[0] == 0 or projection.real_rows == 0
         self.reads_hidden_first = not self._empty and self._saved_entries < projection.real_rows
 
     def _cut(self) -> tuple[list[tuple[int, int]], list[Piece]]:
         """The ranges of vocabulary entries, and the pieces of rows. A piece has a slice for each range."""
-        x, saved = aligned_contiguous(self._task.x), self._saved
-        task = self._task if x is self._task.x else self._task._replace(x=x)
-        if self._saved_entries == self._projection.real_rows:
-            return [(0, self._saved_entries)], [Piece(task, slice(0, x.shape[0]))]
+        x, saved, dx = aligned_contiguous(self._task.x), self._saved, self._grads.dx
+        task = self._task._replace(x=x)
         held = 0 if not saved or self._coded else saved.exponentials.numel()
-        dx, capacity = self._grads.dx, max(held, task.scratch.capacity(x.dtype))
-        widest = max(1, PRODUCT_BYTES // (4 * x.shape[1]))
-        window = window_of(saved, self._projection.real_rows) if saved and self._coded else 1
-
-        def cut_for(capacity: int) -> tuple[list[tuple[int, int]], list[slice]]:
-            return tiling(self._projection, x, self._saved_entries, capacity, widest, window)
-
-        ranges, cut = cut_for(capacity)
+        capacity = max(held, task.scratch.capacity(x.dtype))
+        ranges, cut = self._tiling(x, capacity)
         # Several ranges are added to an fp32 sum of dX.
         summed = len(ranges) > 1 and x.dtype != self._projection.dtype
         if dx is not None and dx.last and summed and held == 0 and not task.scratch.allocated:
-            longest = len(x) * LONGEST_SLICE
-            wider = cut_for(max(capacity, min(capacity + x.numel(), longest)))
+            wider = self._tiling(x, max(capacity, min(capacity + x.numel(), len(x) * LONGEST_SLICE)))
             self._dx_last = len(wider[0]) > 1
             ranges, cut = wider if self._dx_last else (ranges, cut)
-        pieces = []
-        for rows in cut:
-            some = task if len(cut) == 1 else task.of_rows(rows)
-            pieces.append(Piece(some._replace(x=aligned_contiguous(some.x)), rows))
+        # Pieces begin at multiples of 128 rows, and so aligned.
+        pieces = [Piece(task if len(cut) == 1 else task.of_rows(rows), rows) for rows in cut]
         return [(0, self._saved_entries), *ranges] if self._saved_entries else ranges, pieces
+
+    def _tiling(self, x: Tensor, capacity: int) -> tuple[list[tuple[int, int]], list[slice]]:
+        """Cut the recomputed gradient of ``x [R, D]`` into ranges of the shard's entries, behind the saved ones, and
+        pieces of rows. One range of one piece has at most ``capacity`` elements, or one window.
+
+        The entries of a range are the K dimension of the product for dX; the rows of a piece, of the product for dW.
+        Each product is added to a sum in memory, which slows a product with a K dimension below ``LONG_SLICE``. So the
+        rows are cut if ranges of all rows would be narrower than that; such ranges have a product for dW of at most
+        ``PRODUCT_BYTES``. If exponentials are saved, all rows stay together."""
+        (rows, _), start, real, saved = x.shape, self._saved_entries, self._projection.real_rows, self._saved
+        if start == real:
+            return [], [slice(0, rows)]
+        # Codes are decoded in whole windows of the forward.
+        window = window_of(saved, real) if saved and self._coded else 1
+        width = max(Product.of(self._projection, x, start, real).tile.entries, window)
+        fitting, height = max(width, capacity // rows // width * width), rows
+        widest = max(1, PRODUCT_BYTES // (4 * x.shape[1]))
+        wide = max(width, min(LONG_SLICE, math.isqrt(capacity), widest) // width * width)
+        if fitting < min(wide, real) and not start:
+            fitting, height = wide, capacity // wide // _MULTIPLE * _MULTIPLE or capacity // wide
+        number = -(-(real - start) // fitting)
+        step = -(-(real - start) // (number * width)) * width
+        pieces = -(-rows // height)
+        height = min(rows, -(-rows // (pieces * _MULTIPLE)) * _MULTIPLE)
+        return (
+            [(a, min(a + step, real)) for a in range(start, real, step)],
+            [slice(a, min(a + height, rows)) for a in range(0, rows, height)],
+        )
 
     def hidden_grad(self) -> None:
         """Form dX, and dW of all slices but the last; of the last, too, if dX is formed last."""

@@ -142,35 +142,26 @@ def lce_backward_decode(
         tl.store(gradient + c, (e * of_window[:, None] * factor).to(gradient.dtype.element_ty), mask=inside)
 
 
-def decode(
-    codes: torch.Tensor,
-    windows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    terms,
-    first_row: int,
-    first: int,
-    window: int,
-    gradient: torch.Tensor,
-) -> None:
-    """Write ``gradient [R, C]`` of the entries from ``first`` on, a multiple of ``window``: alpha p times the scales,
-    without the targets' terms.
+def decode(saved, rows: slice, terms, first: int, window: int, gradient: torch.Tensor) -> None:
+    """Write ``gradient [R, C]`` of some rows of a block, and of the entries from ``first`` on, a multiple of
+    ``window``: alpha p times the scales, without the targets' terms.
 
-    ``codes [R, saved]`` uint8, of windows of ``window`` entries, and of the block's rows from ``first_row`` on.
-    ``windows [windows, R]``: their largest logits, and ``shift`` and ``lowest`` of :class:`CodeColumns`. ``terms``:
-    :class:`parallel_lce.kernels.epilogue.GradientTerms`, of alpha and beta without a factor.
+    ``saved``: :class:`parallel_lce.kernels.token_gradients.Saved`, of the whole block, with windows of ``window``
+    entries. ``terms``: :class:`parallel_lce.kernels.epilogue.GradientTerms`, of alpha and beta without a factor.
     """
-    rows, entries = gradient.shape
+    entries, codes, maxima = gradient.shape[1], saved.exponentials, saved.maxima
     lce_backward_decode.launch(
-        (rows, -(-entries // _SPAN.value)),
-        codes,
-        *windows,
+        (len(gradient), -(-entries // _SPAN.value)),
+        codes[rows],
+        *[column[:, rows] for column in (maxima, saved.shift, saved.lowest)],
         terms,
         gradient,
-        rows,
-        first_row,
+        len(gradient),
+        rows.start,
         first,
         entries,
         codes.stride(0),
-        windows[0].stride(0),
+        maxima.stride(0),
         gradient.stride(0),
         WINDOW=window,
     )

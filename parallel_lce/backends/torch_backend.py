@@ -131,8 +131,7 @@ def _block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         buffer = allocate_saved(projection, rows, save) if task.buffer is None else task.buffer
         saved = Saved(buffer[: save * rows], partial.new_empty(len(saved_windows), rows))
     for tile in tiles:
-        of_tile = projection if len(tiles) == 1 else projection.of_rows(tile)
-        merged = partial[:, tile]
+        of_tile, merged = projection.of_rows(tile), partial[:, tile]
         # [W, C, rows]
         of_windows = None if len(windows) == 1 else merged.new_zeros(len(windows), *merged.shape)
         for number, window in enumerate(windows):
@@ -144,7 +143,7 @@ def _block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
             in_place = store is not None and store.dtype == dtype
             z = store if store is not None and in_place else borrowed(memory, tile, window, dtype)
             uncapped = None if store is None or softcap is None else store.view(torch.float16)
-            logits(of_tile, x if len(tiles) == 1 else x[tile], weight, window, z, uncapped)
+            logits(of_tile, x[tile], weight, window, z, uncapped)
             if target is not None:
                 take_targets(z, target[tile], window, window_partial[TARGET])
             if selection is not None:
@@ -247,7 +246,6 @@ class BlockBackward:
             total = dx.new_empty(dx.shape, dtype=dtype)
         if total is not None and not self._windows:
             total.zero_()
-        alone = len(self._row_tiles) == 1
         for window in self._windows:
             start, stop = window.start, window.stop
             sums = grads.dweight and grads.dweight.open(start, stop), grads.dbias and grads.dbias.open(start, stop)
@@ -257,8 +255,8 @@ class BlockBackward:
                     self._add_to_weight(*self._last)
                 gradient = self._gradient(rows, window, weight)
                 if total is not None:
-                    of_rows, factor = total if alone else total[rows], self._fp16_unscale
-                    accumulate(of_rows, gradient.t(), weight, overwrite=start == 0, factor=factor)
+                    factor = self._fp16_unscale
+                    accumulate(total[rows], gradient.t(), weight, overwrite=start == 0, factor=factor)
                 self._last = rows, window, sums, gradient
         if dx is not None and total is not None and total is not dx:
             dx.copy_(total)
@@ -275,8 +273,7 @@ class BlockBackward:
         first, last = rows.start == 0, rows.stop == self._x.shape[0]
         if self._grads.dweight is not None and of_weight is not None:
             total, empty = of_weight
-            x = self._x if first and last else self._x[rows]
-            accumulate(total, gradient, x, overwrite=empty and first, factor=factor)
+            accumulate(total, gradient, self._x[rows], overwrite=empty and first, factor=factor)
             if last:
                 self._grads.dweight.close(window.start, window.stop, total)
         if self._grads.dbias is not None and of_bias is not None:

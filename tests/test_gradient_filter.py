@@ -249,7 +249,7 @@ def test_a_filter_that_would_skip_little_is_left_out(options, slices, device, mo
 
 def test_few_hidden_elements_pay_only_for_few_active_tiles(monkeypatch):
     monkeypatch.setattr(form, "SEARCHED", SEARCHED)
-    assert [form.most_active(size) for size in (4096, 2048, 1024, 512)] == [0.75, 0.75, 0.5, 0.0]
+    assert [form.choice_for(size)._most_active for size in (4096, 2048, 1024, 512)] == [0.75, 0.75, 0.5, 0.0]
     for hidden_size in (4096, 1024):
         choice = form.choice_for(hidden_size, "any kind")
         _, counts = choice.begin()

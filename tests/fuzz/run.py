@@ -41,7 +41,7 @@ def execute(member: Member, c: Configuration, backend: str) -> dict[str, Tensor]
 
             stack.enter_context(mock.patch.object(gradient, "SMALLEST_FILTERED", 0))
             # Filtered each time, though all tiles are active: equal runs are compared bit by bit.
-            stack.enter_context(mock.patch.object(gradient, "most_active", lambda hidden_size: 1.0))
+            stack.enter_context(mock.patch.multiple(gradient, SEARCHED=0, MOST_ACTIVE=1.0))
             if c.bias == "low" and not c.filtered and member.device.type == "cpu":
                 # An interpreter's vocabulary has few windows of any other width.
                 stack.enter_context(forced(Tile(64, 64, 32, 4, 2), 16))

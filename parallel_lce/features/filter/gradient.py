@@ -34,11 +34,6 @@ def is_large(entries: int, hidden_size: int) -> bool:
     return 4 * entries * hidden_size >= SMALLEST_FILTERED
 
 
-def most_active(hidden_size: int) -> float:
-    """Largest share of active tiles with which a backward is filtered."""
-    return min(MOST_ACTIVE, 1 - SEARCHED / hidden_size)
-
-
 class Choice:
     """Whether the calls of one kind are filtered: only where few enough tiles are active.
 
@@ -70,7 +65,7 @@ class Choice:
 def choice_for(hidden_size: int, *kind: Any) -> Choice:
     """The choice for a hidden size, device, dtype, number of real rows and filter: models of the same sizes share one,
     and so do filters of nearly the same size."""
-    return Choice(most_active(hidden_size))
+    return Choice(most_active=min(MOST_ACTIVE, 1 - SEARCHED / hidden_size))
 
 
 class CallFilter:

@@ -36,7 +36,6 @@ from parallel_lce.kernels.selected import write_selected
 from parallel_lce.kernels.token_gradients import (
     Saved,
     Targets,
-    TokenGradients,
     add_targets,
     scale_and_add_targets,
     token_gradients,
@@ -118,8 +117,8 @@ class Piece:
         fp16_scale: Tensor | None = None
         # 1 / fp16_scale, 0-dimensional: every sum over G is multiplied by it. None except in fp16.
         self.fp16_unscale: Tensor | None = None
-        # Per-token factors and target gradients, computed with the first slice. None before.
-        self._tokens: TokenGradients | None = None
+        # The targets with their gradients, which the first slice finds.
+        self.targets = Targets()
         # [R]; None if the logits of targets need no gradient of their own.
         self.target = None if coefficients.beta is None else task.target
         saved_entries = 0 if self._saved is None else self._saved.exponentials.shape[1]
@@ -149,19 +148,19 @@ class Piece:
             gradient = saved.exponentials if saved.exponentials.shape[1] == stop else saved.exponentials[:, :stop]
         else:
             saved, gradient = None, self._recompute(start, stop)
-        if self._tokens is None and (saved is not None or self.target is not None):
-            self._tokens = tokens = token_gradients(
+        if start == 0 and (saved is not None or self.target is not None):
+            tokens = token_gradients(
                 gradient,
                 saved,
                 self.target,
                 self.terms,
                 entries=real,
-                first=start,
                 window=1 if saved is None else window_of(saved, real),
                 find_shared=self._find_shared,
                 rewrite=self._rewrite,
                 selected=self._task.selection is not None,
             )
+            self.targets = tokens.targets
             return Slice(start, stop, gradient, tokens.dx_factor, tokens.dw_factor)
         if self.target is not None:
             write_targets(gradient, start, self.targets, self.terms.fp16_scale)
@@ -188,11 +187,6 @@ class Piece:
         if memory is None or memory.numel() < elements:
             memory = self._task.scratch.borrow(elements, self.x.dtype)
         return memory.view(shape)[:, : stop - start]
-
-    @property
-    def targets(self) -> Targets:
-        """The targets with their gradients, which the first slice has found."""
-        return Targets() if self._tokens is None else self._tokens.targets
 
     def finish_rows(self, source: Tensor, dx_factor: Tensor | None, rows: tuple[int, int], dx: Tensor) -> None:
         """Write ``dx`` of the piece's ``rows [start, stop)``. ``source``: dX summed over all slices, not yet multiplied

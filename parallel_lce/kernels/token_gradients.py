@@ -436,7 +436,7 @@ def _number_of(values, lane, number):
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["rows", "first"])
+@triton.jit(do_not_specialize=["rows"])
 def lce_backward_token_gradients(
     gradient,
     maxima,
@@ -448,7 +448,6 @@ def lce_backward_token_gradients(
     entries,
     slice_entries,
     stride,
-    first,
     FIND_SHARED: tl.constexpr,
     SELECTED: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -546,8 +545,8 @@ def lce_backward_token_gradients(
             t = _rounded(gradient, t, of_fp16)
         else:
             t = tl.where(holds_gradient, _made_up(gradient, t, largest, of_fp16), t)
-        here = hit & (target_id >= first) & (target_id < first + slice_entries)
-        entry, left = write_target(gradient, row, target_id - first, stride, here, t, factor, unshared)
+        here = hit & (target_id < slice_entries)
+        entry, left = write_target(gradient, row, target_id, stride, here, t, factor, unshared)
         tl.store(targets.residual + row, left, mask=valid)
         tl.store(targets.unshared + row, unshared.to(tl.uint8), mask=valid)
         if outputs.dw_factor is not None:
@@ -561,7 +560,6 @@ def token_gradients(
     terms: GradientTerms,
     *,
     entries: int,
-    first: int,
     window: int,
     find_shared: bool,
     rewrite: bool,
@@ -569,9 +567,10 @@ def token_gradients(
 ) -> TokenGradients:
     """Prepare the rows of G and write the targets' entries into it.
 
-    ``gradient [R, C]``: G of the shard's entries from ``first`` on, recomputed, or the exponentials of ``saved`` from a
-    forward with windows of ``window`` entries. G contains the scales, the soft-cap's slope and ``fp16_scale``. Its rows
-    are still to be multiplied by ``dx_factor``. ``rewrite``: rewrite every row, so that there are no factors.
+    ``gradient [R, C]``: G of the shard's first entries, recomputed, or the exponentials of ``saved`` from a forward
+    with windows of ``window`` entries. The shard has ``entries``. G contains the scales, the soft-cap's slope and
+    ``fp16_scale``. Its rows are still to be multiplied by ``dx_factor``. ``rewrite``: rewrite every row, so that there
+    are no factors.
 
     ``target [R]``: of :class:`Targets`, or None. ``find_shared``: compare every token's target with all others'.
     ``selected``: selected entries are written later.
@@ -604,7 +603,6 @@ def token_gradients(
         entries,
         gradient.shape[1],
         gradient.stride(0),
-        first,
         FIND_SHARED=find_shared,
         SELECTED=selected,
         WINDOW=window,

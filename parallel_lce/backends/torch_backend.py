@@ -1,15 +1,9 @@
 """The torch backend: any device, and the plain reference beside each kernel.
 
 A block of R tokens is projected onto the vocabulary shard in tiles of up to 64 MiB
-(:mod:`parallel_lce.backends.torch_logits`). No tensor of size R * V exists but the saved exponentials.
-
-Gradient of the logits, with the upstream gradients of all statistics folded into five per-token coefficients
-(:class:`Coefficients`):
-
-    dL/dz_j = p_j (alpha + delta (z_j - M) + epsilon p_j) - beta [j = target] - gamma,     p_j = exp(z_j - M) / s
-
-times the derivative of scale and soft-cap ("From Projection to Prediction", Appendix A.1, generalised to any
-statistic).
+(:mod:`parallel_lce.backends.torch_logits`). No tensor of size R * V exists but the saved exponentials. The gradient of
+the logits, :class:`parallel_lce.core.partials.Coefficients`, is that of "From Projection to Prediction", Appendix A.1,
+generalised to any statistic.
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ soft-cap it stores what ``scale_tile`` returns, at once: both would take more re
 epilogue's. The functions run under Triton and Gluon. An absent tensor is None: Triton compiles the kernel without it.
 
 Saved exponentials are those of ``arithmetic.slope_and_reference``; in fp16 the largest one of each window is 1. Under a
-soft-cap what it is applied to is saved in their place, in fp16. Rounded exponentials would lose its slope where logits
-saturate.
+soft-cap what that is applied to is saved in their place (:class:`parallel_lce.kernels.token_gradients.Saved`).
 """
 
 from __future__ import annotations

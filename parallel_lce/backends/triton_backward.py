@@ -7,9 +7,7 @@ With one coefficient c per token (1 where G was recomputed or rewritten), a slic
 G is either formed from saved exponentials, in their memory, or recomputed into scratch memory. If the scratch memory
 held only a narrow slice of all rows, the rows are cut into pieces, too (:meth:`BlockBackward._tiling`).
 
-A target's gradient t is formed in fp32. If no other token of the piece has the target, G holds 0, and the terms of t
-are added to dX and dW in fp32. Otherwise G holds t rounded (:mod:`parallel_lce.kernels.token_gradients`). The formula
-of the gradient is in :mod:`parallel_lce.backends.torch_backend`.
+Rows of G, and the gradients of targets: :mod:`parallel_lce.kernels.token_gradients`.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ class Slice:
     # [R] factors of the rows of x in gradient.T @ x; None: 1
     dw_factor: Tensor | None
     # None: ``gradient`` is multiplied whole.
-    products: SliceProducts | None = None
+    products: SliceProducts | None
 
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
         """As :meth:`SliceProducts.add_hidden`; whole, with ``overwrite``, ``total`` may be of lower precision."""
@@ -99,7 +97,7 @@ class Piece:
 
     def __init__(self, task: BackwardTask, rows: slice) -> None:
         """``task``: of the piece's ``rows`` alone."""
-        projection, coefficients, saved, grads = task.projection, task.coefficients, task.saved, task.grads
+        projection, coefficients, saved = task.projection, task.coefficients, task.saved
         self.rows, self.x, self._task = rows, task.x, task
         self.projection, partial = projection, task.partial.contiguous()
         self._saved = saved or None
@@ -113,7 +111,6 @@ class Piece:
         differs = any([c is not None for c in (coefficients.gamma, coefficients.delta, coefficients.epsilon)])
         # Rewrite every row of saved exponentials: selected entries can be added to no others.
         self._rewrite = task.selection is not None or differs or capped or is_fp16
-        self._find_shared = grads.dweight is not None or grads.dbias is not None
         fp16_scale: Tensor | None = None
         # 1 / fp16_scale, 0-dimensional: every sum over G is multiplied by it. None except in fp16.
         self.fp16_unscale: Tensor | None = None
@@ -132,39 +129,30 @@ class Piece:
         self.terms = GradientTerms(partial, coefficients, stride, fp16_scale, projection.logit_map)
 
     def form(self, start: int, stop: int) -> Slice:
-        selection = self._task.selection
-        vocab_slice = self._formed(start, stop)
-        gradient = vocab_slice.gradient
-        if selection is not None:
-            write_selected(gradient, start, selection, self.target, self.terms)
-        if self._task.filter is not None:
-            vocab_slice.products = self._task.filter(self, start, gradient, vocab_slice.dx_factor)
-        return vocab_slice
-
-    def _formed(self, start: int, stop: int) -> Slice:
-        """The slice without the selected entries."""
-        saved, real = self._saved, self.projection.real_rows
+        task, saved, real = self._task, self._saved, self.projection.real_rows
         if saved is not None and start < saved.exponentials.shape[1]:
             gradient = saved.exponentials if saved.exponentials.shape[1] == stop else saved.exponentials[:, :stop]
         else:
             saved, gradient = None, self._recompute(start, stop)
+        dx_factor = dw_factor = None
         if start == 0 and (saved is not None or self.target is not None):
-            tokens = token_gradients(
+            self.targets, dx_factor, dw_factor = token_gradients(
                 gradient,
                 saved,
                 self.target,
                 self.terms,
                 entries=real,
                 window=1 if saved is None else window_of(saved, real),
-                find_shared=self._find_shared,
+                find_shared=task.grads.dweight is not None or task.grads.dbias is not None,
                 rewrite=self._rewrite,
-                selected=self._task.selection is not None,
+                selected=task.selection is not None,
             )
-            self.targets = tokens.targets
-            return Slice(start, stop, gradient, tokens.dx_factor, tokens.dw_factor)
-        if self.target is not None:
+        elif self.target is not None:
             write_targets(gradient, start, self.targets, self.terms.fp16_scale)
-        return Slice(start, stop, gradient, None, None)
+        if task.selection is not None:
+            write_selected(gradient, start, task.selection, self.target, self.terms)
+        products = None if task.filter is None else task.filter(self, start, gradient, dx_factor)
+        return Slice(start, stop, gradient, dx_factor, dw_factor, products)
 
     def _recompute(self, start: int, stop: int) -> Tensor:
         gradient = self._memory(start, stop)

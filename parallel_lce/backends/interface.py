@@ -42,15 +42,6 @@ class HiddenGrad:
         return self._new()
 
 
-class GradBuffers(NamedTuple):
-    """Memory for a block's gradients; None for one that is not needed."""
-
-    dx: HiddenGrad | None
-    # The block's gradients are added to these.
-    dweight: GradBuffer | None
-    dbias: GradBuffer | None
-
-
 class Scratch:
     """Working memory of one backward, shared by its blocks: ``size`` bytes beside the saved tensors."""
 
@@ -120,17 +111,6 @@ class ForwardTask(NamedTuple):
     logits: Tensor | None = None
 
 
-class SliceProducts(Protocol):
-    """The products of a slice of the gradient of the logits ``[R, C]``."""
-
-    def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
-        """``total += gradient[rows] @ weight``, or ``=``. ``weight [C, D]``: the slice's rows. ``total``: fp32."""
-
-    def add_weight(self, total: Tensor, x: Tensor, entries: slice, overwrite: bool) -> None:
-        """``total += gradient[:, entries].T @ x``, or ``=``. ``total``: fp32, or of lower precision with
-        ``overwrite``."""
-
-
 class BackwardTask(NamedTuple):
     """The arguments of a block's backward."""
 
@@ -144,19 +124,23 @@ class BackwardTask(NamedTuple):
     coefficients: Coefficients
     # The backend's Saved from the block's forward; ``()``: all logits are recomputed. May be overwritten.
     saved: Any
-    grads: GradBuffers
+    # Memory for the block's gradients, those of weight and bias to add to; None for one that is not needed.
+    dx: HiddenGrad | None
+    dweight: GradBuffer | None
+    dbias: GradBuffer | None
     # Shared by the blocks of the call.
     scratch: Scratch
     # Selected entries, relative to the shard, with their logits, and their terms of the gradient of the projection's
     # output, which are added before it is rounded.
     selection: Selection | None = None
-    # ``filter(piece, start, gradient, dx_factor)``: the products of a slice ``gradient``, the shard's entries from
-    # ``start`` on; None: it is multiplied whole. ``piece``: the backend's, which formed it. ``dx_factor [R]``: of its
-    # rows in dX; None: 1. Only without gamma, delta, epsilon and ``selection``, for a backend with slices.
-    filter: Callable[..., SliceProducts | None] | None = None
+    # ``filter(piece, start, gradient, dx_factor)``: what multiplies a slice ``gradient``, the shard's entries from
+    # ``start`` on, by ``add_hidden`` and ``add_weight``; None: it is multiplied whole. ``piece``: the backend's, which
+    # formed it. ``dx_factor [R]``: of its rows in dX; None: 1. Only without gamma, delta, epsilon and ``selection``,
+    # for a backend with slices.
+    filter: Callable[..., Any] | None = None
 
     def of_rows(self, rows: slice) -> BackwardTask:
-        """The task of some of the tokens. ``grads`` and ``saved`` stay the block's."""
+        """The task of some of the tokens. Memory of gradients and ``saved`` stay the block's."""
         return self._replace(
             projection=self.projection.of_rows(rows),
             x=self.x[rows],

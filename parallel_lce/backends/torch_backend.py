@@ -168,7 +168,7 @@ class BlockBackward:
     def __init__(self, task: BackwardTask) -> None:
         projection, x, partial, saved, selection = task.projection, task.x, task.partial, task.saved, task.selection
         self._projection, self._x, self._target = projection, x, task.target
-        self._grads, self._scratch = task.grads, task.scratch
+        self._dx, self._dweight, self._dbias, self._scratch = task.dx, task.dweight, task.dbias, task.scratch
         # The last tile, which is added to dW after dX is complete.
         self._last: tuple[slice, slice, _Sums, Tensor] | None = None
         rows, real, dtype = x.shape[0], projection.real_rows, projection.dtype
@@ -233,16 +233,16 @@ class BlockBackward:
 
     def hidden_grad(self) -> None:
         """Form dX, and dW and dbias of all tiles but the last."""
-        projection, grads, dtype = self._projection, self._grads, self._projection.dtype
+        projection, dtype = self._projection, self._projection.dtype
         self._x = operand(self._x)
-        dx = total = None if grads.dx is None else grads.dx.memory
+        dx = total = None if self._dx is None else self._dx.memory
         if dx is not None and dx.dtype != dtype:
             total = dx.new_empty(dx.shape, dtype=dtype)
         if total is not None and not self._windows:
             total.zero_()
         for window in self._windows:
             start, stop = window.start, window.stop
-            sums = grads.dweight and grads.dweight.open(start, stop), grads.dbias and grads.dbias.open(start, stop)
+            sums = self._dweight and self._dweight.open(start, stop), self._dbias and self._dbias.open(start, stop)
             weight = operand(some_rows(projection.weight, start, stop))
             for rows in self._row_tiles:
                 if self._last is not None:
@@ -265,17 +265,17 @@ class BlockBackward:
         """Add a tile's ``gradient [entries, rows]`` to dW and dbias of its window."""
         (of_weight, of_bias), factor = sums, self._fp16_unscale
         first, last = rows.start == 0, rows.stop == self._x.shape[0]
-        if self._grads.dweight is not None and of_weight is not None:
+        if self._dweight is not None and of_weight is not None:
             total, empty = of_weight
             accumulate(total, gradient, self._x[rows], overwrite=empty and first, factor=factor)
             if last:
-                self._grads.dweight.close(window.start, window.stop, total)
-        if self._grads.dbias is not None and of_bias is not None:
+                self._dweight.close(window.start, window.stop, total)
+        if self._dbias is not None and of_bias is not None:
             total, empty = of_bias
             summed = gradient.sum(1, dtype=total.dtype)
             put(total, summed if factor is None else summed.mul_(factor), empty and first)
             if last:
-                self._grads.dbias.close(window.start, window.stop, total)
+                self._dbias.close(window.start, window.stop, total)
 
     def _gradient(self, rows: slice, window: slice, weight: Tensor) -> Tensor:
         """The gradient of a tile. ``weight``: the window's rows as an operand."""

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from parallel_lce.backends.formulas import fp16_scale_of
 from parallel_lce.backends.gemm import accumulate, matmul, put
-from parallel_lce.backends.interface import BackwardTask, HiddenGrad, SliceProducts
+from parallel_lce.backends.interface import BackwardTask, HiddenGrad
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import some_rows
 from parallel_lce.core.partials import SUM_EXP
@@ -66,16 +67,19 @@ class Slice:
     # [R] factors of the rows of x in gradient.T @ x; None: 1
     dw_factor: Tensor | None
     # None: ``gradient`` is multiplied whole.
-    products: SliceProducts | None
+    products: Any
 
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
-        """As :meth:`SliceProducts.add_hidden`; whole, with ``overwrite``, ``total`` may be of lower precision."""
+        """``total += gradient[rows] @ weight``, or ``=``. ``weight [C, D]``: the slice's rows. ``total``: fp32; without
+        ``products``, with ``overwrite``, also of lower precision."""
         if self.products is None:
             accumulate(total, some_rows(self.gradient, rows.start, rows.stop), weight, overwrite=overwrite)
         else:
             self.products.add_hidden(total, weight, rows, overwrite)
 
     def add_weight(self, total: Tensor, x: Tensor, entries: slice, overwrite: bool) -> None:
+        """``total += gradient[:, entries].T @ x``, or ``=``. ``total``: fp32, or of lower precision with
+        ``overwrite``."""
         if self.products is None:
             gradient = some_rows(self.gradient.transpose(0, 1), entries.start, entries.stop)
             accumulate(total, gradient, x, overwrite=overwrite)
@@ -143,7 +147,7 @@ class Piece:
                 self.terms,
                 entries=real,
                 window=1 if saved is None else window_of(saved, real),
-                find_shared=task.grads.dweight is not None or task.grads.dbias is not None,
+                find_shared=task.dweight is not None or task.dbias is not None,
                 rewrite=self._rewrite,
                 selected=task.selection is not None,
             )
@@ -201,7 +205,7 @@ class BlockBackward:
     def __init__(self, task: BackwardTask) -> None:
         projection = task.projection
         saved: Saved | tuple[()] = task.saved
-        self._task, self._projection, self._grads, self._saved = task, projection, task.grads, saved
+        self._task, self._projection, self._saved = task, projection, saved
         # The last slice, whose dW is formed by weight_grad.
         self._last: tuple[Piece, Slice] | None = None
         self._dx_written = False
@@ -222,7 +226,7 @@ class BlockBackward:
 
     def _cut(self) -> tuple[list[tuple[int, int]], list[Piece]]:
         """The ranges of vocabulary entries, and the pieces of rows. A piece has a slice for each range."""
-        x, saved, dx = aligned_contiguous(self._task.x), self._saved, self._grads.dx
+        x, saved, dx = aligned_contiguous(self._task.x), self._saved, self._task.dx
         task = self._task._replace(x=x)
         held = 0 if not saved or self._coded else saved.exponentials.numel()
         capacity = max(held, task.scratch.capacity(x.dtype))
@@ -267,7 +271,7 @@ class BlockBackward:
 
     def hidden_grad(self) -> None:
         """Form dX, and dW of all slices but the last; of the last, too, if dX is formed last."""
-        dx, real = self._grads.dx, self._projection.real_rows
+        dx, real = self._task.dx, self._projection.real_rows
         if self._empty:
             if dx is not None:
                 dx.memory.zero_()
@@ -340,18 +344,18 @@ class BlockBackward:
 
     def _add_weight(self, piece: Piece, vocab_slice: Slice) -> None:
         """``dW[start:stop] += G.T @ (c x)``, and ``dbias[start:stop] += G.sum(0)``."""
-        grads = self._grads
-        if grads.dweight is not None:
-            self._add_dweight(piece, vocab_slice, grads.dweight)
-        if grads.dbias is not None:
-            total, empty = self._open(grads.dbias, piece, vocab_slice.start, vocab_slice.stop)
+        dweight, dbias = self._task.dweight, self._task.dbias
+        if dweight is not None:
+            self._add_dweight(piece, vocab_slice, dweight)
+        if dbias is not None:
+            total, empty = self._open(dbias, piece, vocab_slice.start, vocab_slice.stop)
             column_sum = vocab_slice.column_sum(total.dtype)
             if piece.fp16_unscale is not None:
                 column_sum *= piece.fp16_unscale
             put(total, column_sum, empty)
             ones = self._projection.weight.new_ones(1, 1).expand(len(piece.x), 1)
             piece.add_targets(total.unsqueeze(1), ones, vocab_slice.start)
-            self._close(grads.dbias, piece, vocab_slice.start, vocab_slice.stop)
+            self._close(dbias, piece, vocab_slice.start, vocab_slice.stop)
 
     def _open(
         self, buffer: GradBuffer, piece: Piece, start: int, stop: int, whole: bool = False
@@ -394,7 +398,7 @@ class BlockBackward:
         """``c x [R, D]``, in dX's memory if dX is not written yet."""
         if vocab_slice.dw_factor is None:
             return piece.x
-        memory = None if self._grads.dx is None or self._dx_written else self._grads.dx.memory
+        memory = None if self._task.dx is None or self._dx_written else self._task.dx.memory
         if memory is None or memory.dtype != piece.x.dtype or not memory.is_contiguous():
             memory = torch.empty(piece.x.shape, dtype=piece.x.dtype, device=piece.x.device)
         return scale_and_add_targets(piece.x, vocab_slice.dw_factor, None, memory)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.formulas import sum_of_weights
-from parallel_lce.backends.interface import BackwardTask, ForwardTask, GradBuffers, HiddenGrad, Saved, Scratch
+from parallel_lce.backends.interface import BackwardTask, ForwardTask, HiddenGrad, Saved, Scratch
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Gradients, Needs, flattened
 from parallel_lce.core import plan
@@ -146,7 +146,9 @@ class GradientSums:
             partial,
             coefficients,
             saved,
-            GradBuffers(dx, self.dweight, self.dbias),
+            dx,
+            self.dweight,
+            self.dbias,
             self.scratch,
         )
         for feature in call.features:

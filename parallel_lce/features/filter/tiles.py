@@ -249,7 +249,7 @@ def sparse_product(
 
 
 class FilteredGradient:
-    """:class:`parallel_lce.backends.interface.SliceProducts` that read the active tiles of a slice alone."""
+    """As :class:`parallel_lce.backends.triton_backward.Slice`, but reads the active tiles of a slice alone."""
 
     def __init__(self, gradient: Tensor, inverse_units: Tensor, eps: float, targets: Targets, first: int) -> None:
         """Of ``gradient [R, C]``, whose row stride is a multiple of 8 elements. A probability is ``|gradient| *

@@ -73,13 +73,13 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
         rounded = None
         if stored.codes is not None:
             epilogue = epilogue._replace(codes=stored.codes, target=target)
-        elif stored.has_mass:
+        elif stored.mass is not None:
             # The common rounding of exponentials matters where they are nearly equal. In fp32 it never does.
-            sums, mass = windows.sum_exp, torch.empty(rows, dtype=torch.float32, device=x.device)
+            sums = windows.sum_exp
             if x.dtype == torch.bfloat16:
                 sums = torch.empty(windows.max.shape, dtype=torch.float32, device=x.device)
                 epilogue = epilogue._replace(rounded_sums=sums)
-            rounded = RoundedSums(sums, mass, stored.entries, product.tile.entries)
+            rounded = RoundedSums(sums, stored.mass, stored.entries, product.tile.entries)
         of_rows.launch(stored.numbers, epilogue)
         if task.selection is not None:
             kernels.selected_logits(of_rows, task.selection.of_rows(some), (windows.max, windows.sum_exp))
@@ -93,7 +93,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
             target=of_tokens,
             results=its_results,
         )
-        saved = stored.saved(windows, rounded)
+        saved = stored.saved(windows)
         del windows, epilogue, rounded  # before the next ones are allocated
     return partial, saved, None if results is None else results.found()
 
@@ -118,8 +118,7 @@ class _Stored:
         assert width % ALIGNED == 0
         # Saved entries: whole windows.
         self.entries = save = real if task.save >= real else task.save // width * width
-        self.memory = self.numbers = self.flat = self.codes = None
-        self.has_mass = False
+        self.memory = self.numbers = self.mass = self.flat = self.codes = None
         if save == 0:
             return
         stride, capped = stride_of(save), product.logit_map.softcap is not None
@@ -135,17 +134,15 @@ class _Stored:
             self.codes = CodeColumns(shift, torch.empty_like(shift, dtype=torch.float32))
         elif not capped and x.dtype != torch.float16:
             # Such exponentials are multiplied where they are. Under a soft-cap and in fp16 all are rewritten first.
-            self.has_mass = True
+            self.mass = torch.empty(rows, dtype=torch.float32, device=x.device)
             if task.columns.differ:
-                self.flat = torch.empty(rows, dtype=torch.float32, device=x.device)
+                self.flat = torch.empty_like(self.mass)
 
-    def saved(self, windows: PartialColumns, rounded: RoundedSums | None) -> Saved | tuple[()]:
+    def saved(self, windows: PartialColumns) -> Saved | tuple[()]:
         if self.memory is None:
             return ()
-        if self.codes is not None:
-            return Saved(self.memory, windows.max, shift=self.codes.shift, lowest=self.codes.lowest)
-        mass = None if rounded is None else rounded.mass
-        return Saved(self.memory, windows.max, mass, self.flat)
+        shift, lowest = self.codes or (None, None)
+        return Saved(self.memory, windows.max, self.mass, self.flat, shift, lowest)
 
 
 def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:

@@ -70,8 +70,9 @@ class Slice:
     products: Any
 
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
-        """``total += gradient[rows] @ weight``, or ``=``. ``weight [C, D]``: the slice's rows. ``total``: fp32; without
+        """``total += gradient[rows] @ weight[start:stop]``, or ``=``. ``weight``: the shard's. ``total``: fp32; without
         ``products``, with ``overwrite``, also of lower precision."""
+        weight = some_rows(weight, self.start, self.stop)
         if self.products is None:
             accumulate(total, some_rows(self.gradient, rows.start, rows.stop), weight, overwrite=overwrite)
         else:
@@ -310,18 +311,17 @@ class BlockBackward:
     def _form_hidden(self, piece: Piece, vocab_slice: Slice, dx: Tensor) -> None:
         """dX of a piece from one slice of all entries. Some rows at a time, the fp32 product is finished
         (:meth:`Piece.finish_rows`) and then rounded."""
-        weight = self._weight_of(vocab_slice)
         self._dx_written = True
         dx = dx[piece.rows] if len(self._pieces) > 1 else dx
         plain = vocab_slice.dx_factor is None and piece.fp16_unscale is None and piece.target is None
         if plain and vocab_slice.products is None:
-            vocab_slice.add_hidden(dx, weight, slice(0, dx.shape[0]), overwrite=True)
+            vocab_slice.add_hidden(dx, self._projection.weight, slice(0, dx.shape[0]), overwrite=True)
             return
         rows = PRODUCT_BYTES // (4 * dx.shape[1]) // _ROWS * _ROWS or _ROWS
         for start in range(0, dx.shape[0], rows):
             stop = min(start + rows, dx.shape[0])
             product = torch.empty(stop - start, dx.shape[1], dtype=self._projection.dtype, device=dx.device)
-            vocab_slice.add_hidden(product, weight, slice(start, stop), overwrite=True)
+            vocab_slice.add_hidden(product, self._projection.weight, slice(start, stop), overwrite=True)
             piece.finish_rows(product, vocab_slice.dx_factor, (start, stop), some_rows(dx, start, stop))
             del product  # before the next one is allocated
 
@@ -331,16 +331,11 @@ class BlockBackward:
         if total is None:
             self._dx_written = not self._dx_last and dx.memory.dtype == dtype
             total = dx.memory if self._dx_written else self._task.x.new_empty(self._task.x.shape, dtype=dtype)
-        rows = total[piece.rows]
-        vocab_slice.add_hidden(
-            rows, self._weight_of(vocab_slice), slice(0, len(rows)), overwrite=vocab_slice.start == 0
-        )
+        rows, weight = total[piece.rows], self._projection.weight
+        vocab_slice.add_hidden(rows, weight, slice(0, len(rows)), overwrite=vocab_slice.start == 0)
         if vocab_slice.dx_factor is not None:
             scale_and_add_targets(rows, vocab_slice.dx_factor, None, rows)
         return total
-
-    def _weight_of(self, vocab_slice: Slice) -> Tensor:
-        return some_rows(self._projection.weight, vocab_slice.start, vocab_slice.stop)
 
     def _add_weight(self, piece: Piece, vocab_slice: Slice) -> None:
         """``dW[start:stop] += G.T @ (c x)``, and ``dbias[start:stop] += G.sum(0)``."""

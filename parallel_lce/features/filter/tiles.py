@@ -276,7 +276,7 @@ class FilteredGradient:
         self._spread: Tensor | None = None  # S [tiles, D] fp32
 
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
-        """``rows`` begin at a multiple of 128."""
+        """``weight``: the slice's rows. ``rows`` begin at a multiple of 128."""
         (tiles, _), (entries, hidden_size) = self._masses.shape, weight.shape
         centroids, grid = weight.new_empty(tiles, hidden_size), (tiles, -(-hidden_size // _HIDDEN.value))
         sizes = entries, hidden_size, weight.stride(0)

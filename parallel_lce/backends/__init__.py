@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from parallel_lce.backends.interface import Backend
 
 VARIABLE = "PARALLEL_LCE_BACKEND"
-CHOICES = ("", "torch", "triton")
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-def backend_of(matrix: Tensor, suitable: tuple[torch.dtype, ...] = _LOW_PRECISION) -> Backend:
+def backend_of(matrix: Tensor, suitable: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)) -> Backend:
     """The backend for the device and dtype of a weight, or of logits; or the one that ``PARALLEL_LCE_BACKEND`` names.
 
     By default triton for the ``suitable`` dtypes on NVIDIA devices of capability 8.0 and later where Triton is
@@ -55,7 +53,7 @@ def named(name: str) -> Backend:
 def check_choice() -> str:
     """The backend that the environment names. Raises ``ValueError`` for any other name."""
     asked = os.environ.get(VARIABLE, "")
-    if asked not in CHOICES:
+    if asked not in ("", "torch", "triton"):
         raise ValueError(f"{VARIABLE}={asked!r} is none of 'torch', 'triton' and '' (the default)")
     return asked
 

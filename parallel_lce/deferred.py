@@ -351,12 +351,10 @@ class DeferredLogits(Tensor):
 
     @torch.no_grad()
     def _largest(self, name: str, over: list) -> Any:
-        """The result of ``argmax(-1)`` or ``max(-1)`` by a fused projection; None where that needs real logits. For
-        ``argmax`` a token with a NaN needs them, so it waits for the device. ``max`` gives such a token the index 0."""
+        """The result of ``argmax(-1)`` or ``max(-1)`` by a fused projection; None where that needs real logits. Of a
+        token with a NaN the index is 0."""
         source, weight, sizes = self.source, self.source.weight, self.state.sizes
         if [type(dim) for dim in over] != [int] or over[0] not in (-1, len(sizes) - 1) or self.why_not_fused():
-            return None
-        if (source.whole and name == "argmax") or (source.hidden.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
         if source.event() or type(weight) not in (Tensor, nn.Parameter) or len(weight) != sizes[-1]:
             return None  # the last: logits that are gathered over the ranks
@@ -364,9 +362,8 @@ class DeferredLogits(Tensor):
         with source.modes():
             options: dict[str, Any] = dict(linear_bias=source.bias, argmax=True, **(self.epilogue() or {}))
             found: Any = token_statistics(rows, weight, None, **options)
-        if name == "max":
-            return torch.return_types.max((found.max_logit.to(self.state.kind), found.argmax.clamp(min=0)))
-        return None if (found.argmax < 0).any() else found.argmax
+        index = found.argmax.clamp(min=0)
+        return index if name == "argmax" else torch.return_types.max((found.max_logit.to(self.state.kind), index))
 
     # --- real logits ---
 

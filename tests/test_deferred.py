@@ -233,10 +233,9 @@ def test_the_largest_logit_needs_no_logits():
         for rows in (slice(None), (slice(1, None), slice(1, -1))):
             expected = truth[rows].argmax(-1)
             assert torch.equal(z[rows].argmax(-1), expected) and torch.equal(z[rows].max(dim=-1).indices, expected)
-        assert not layer.said
         truth[0, 0] = z.source.hidden[0, 0, 0] = torch.nan
-        assert torch.equal(layer(z.source.hidden)[:, :4].argmax(-1)[0, :1], truth[:, :4].argmax(-1)[0, :1])
-    assert layer.said
+        assert torch.equal(layer(z.source.hidden)[:, :4].argmax(-1), truth[:, :4].argmax(-1))
+    assert not layer.said
 
 
 def _step(layer, kind):

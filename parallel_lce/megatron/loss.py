@@ -70,7 +70,7 @@ def with_fused_loss(own: Any) -> Any:
         if fusion is None and asks(self.config):
             raise RuntimeError("parallel_lce: the model was not fused when it was built: call fuse(model)")
         if fusion is None or fusion.reason is not None:
-            if fusion is not None and fusion.asked:
+            if fusion is not None:
                 fusion.refuse_changes(fusion.reason, self.training)
             return own(self, labels, logits, *others, **named)
         return loss_of(self, fusion, labels, logits, model_group(self), *others, **named)

@@ -83,13 +83,13 @@ def resolve(before: Settings, given: dict[str, Any]) -> Settings:
 
 
 class Fusion:
-    """What a fused model and its output layer share: settings, and what was said. ``reason``: why a model is not
-    fused. ``own``: its settings; None: those of ``patch``."""
+    """What a model that asked for the fused loss and its output layer share: settings, and what was said. ``own``: its
+    settings; None: those of ``patch``."""
 
-    def __init__(self, model: Any, own: Settings | None = None, reason: str | None = None) -> None:
-        self.own, self.reason = own, reason
-        # Whether the configuration or fuse() asked for the fused loss: else it is made with the reason.
-        self.asked = reason is None
+    def __init__(self, model: Any, own: Settings | None = None) -> None:
+        self.own = own
+        # Why it is not fused.
+        self.reason: str | None = None
         # The calls of the output layer in a forward: 1, and one for each multi-token prediction.
         self.heads = 1 + (getattr(model.config, "mtp_num_layers", None) or 0)
         of_forward = inspect.signature(model.forward).parameters

@@ -94,8 +94,12 @@ def why_not_fused(model: Any) -> str | None:
     head, fusion = getattr(model, "output_layer", None), vars(model).get(MARK)
     if head is None:
         return "this pipeline stage has no output layer"
+    if fusion is None and asks(model.config):
+        return "it was built before patch(); call fuse(model)"
     if fusion is None:
-        return "it was not fused when it was built; call fuse(model)"
+        name, on = model.config.cross_entropy_fusion_impl, model.config.cross_entropy_loss_fusion
+        found = f"cross_entropy_loss_fusion={on}, cross_entropy_fusion_impl={name!r}"
+        return f"its configuration has {found}, not True and 'parallel_lce'; call fuse(model)"
     if fusion.reason is None and all(vars(each).get(MARK) is not fusion for each in head.modules()):
         return "its output layer was replaced since, or fused for another model; call fuse(model)"
     if fusion.reason is None and not _is_patched():
@@ -184,12 +188,7 @@ def _fusing(own: Callable) -> Callable:
         own(self)
         if asks(self.config):
             _fuse_one(self, None)
-            reason = why_not_fused(self)
-        else:
-            name, fusion = self.config.cross_entropy_fusion_impl, self.config.cross_entropy_loss_fusion
-            found = f"cross_entropy_loss_fusion={fusion}, cross_entropy_fusion_impl={name!r}"
-            reason = f"its configuration has {found}, not True and 'parallel_lce'"
-            vars(self)[MARK] = Fusion(self, None, reason)
+        reason = why_not_fused(self)
         if reason is not None and getattr(self, "post_process", True):
             settings.say(f"a {type(self).__name__} is not fused: {reason}")
 

@@ -64,6 +64,7 @@ def with_fused_loss(own: Any) -> Any:
         return own
 
     @outside_graphs
+    @public  # what one rank refuses the others raise in debug mode
     @functools.wraps(own)
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Any, *others: Any, **named: Any) -> Any:
         fusion: Fusion | None = vars(self).get(MARK)
@@ -72,13 +73,9 @@ def with_fused_loss(own: Any) -> Any:
         if fusion is None or fusion.reason is not None:
             if fusion is not None:
                 fusion.refuse_changes(fusion.reason, self.training)
+            debug.state.awaited = False
             return own(self, labels, logits, *others, **named)
-        return loss_of(self, fusion, labels, logits, model_group(self), *others, **named)
-
-    @public  # what one rank refuses the others raise in debug mode
-    def loss_of(
-        self: Any, fusion: Fusion, labels: Tensor, logits: Any, tp_group: Any, *others: Any, **named: Any
-    ) -> Any:
+        tp_group = debug.state.group = model_group(self)
         scoring, chosen, deferred = fusion.scoring, fusion.settings, isinstance(logits, DeferredLogits)
         scores = scoring if scoring and labels is scoring.labels else None
         if scoring and not (scores or self.training or torch.is_grad_enabled()):

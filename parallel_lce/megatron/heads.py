@@ -19,8 +19,6 @@ from parallel_lce.patching import Derived
 
 _PLACES = [(pkgutil.resolve_name(place), name) for place, names in MEGATRON.items() for name in names.split()]
 """Of each function in ``MEGATRON`` the module or class that holds it, and its name there."""
-_known: dict[tuple[Any, str], Any] = {}
-"""By place the functions that were found to be Megatron's: a call asks for their identity."""
 
 
 class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
@@ -72,21 +70,18 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
 def _why_real(layer: Any, own: Any, used: Any) -> str | None:
     """Why a call of an output layer must make real logits. The fused loss stands for Megatron's own functions alone.
     ``used``: its ``own`` weight, or the one passed to it, which may be a detached view of that."""
-    for place in _PLACES:  # at each call, since a program may replace one later
-        owner, name = place
+    for owner, name in _PLACES:  # at each call, since a program may replace one later
         function = vars(owner).get(name)
-        if function is not _known.get(place):
-            if not is_megatrons(function):
-                return f"{owner.__name__}.{name} is not Megatron's own; leave Megatron's in place"
-            _known[place] = function
+        if function is not None and not is_megatrons(function):
+            return f"{owner.__name__}.{name} is not Megatron's own; leave Megatron's in place"
     if not is_megatrons(layer._forward_impl):
         return "_forward_impl is not Megatron's own; leave Megatron's in place"
     if used is None:
         return "the output layer has no parameter named weight, and none is passed to it; fold parametrizations into it"
     if used is own and layer.weight is not own:
         return "the output layer's weight is computed from its parameter; pass it to the layer, or fold it in"
-    sharded = hasattr(used, "__fsdp_param__") or hasattr(own, "__fsdp_param__") or is_unit(layer)
-    if sharded or getattr(layer, "gtp_remat_size", 1) > 1:
+    sharded = hasattr(used, "__fsdp_param__") or hasattr(own, "__fsdp_param__")
+    if sharded or is_unit(layer) or getattr(layer, "gtp_remat_size", 1) > 1:
         return "the output weight is fully sharded, and not whole for the loss; use the distributed optimizer"
     expected = layer.output_size_per_partition, layer.input_size
     if used.shape != expected or dispatches(type(used)):

@@ -33,12 +33,12 @@ def warn(message: str, category: type[Warning], on_each_rank: bool = False) -> N
 
 
 class Replacements(dict[tuple[Any, str], tuple[Any, Any]]):
-    """Replaced attributes, by owner (a module or a class) and name: ours, and the owner's own, None if it inherits."""
+    """Replaced attributes, by owner (a module or a class) and name: ours, and the owner's own."""
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace an attribute by ``make(own)``, once."""
         if (owner, name) not in self:
-            own = vars(owner).get(name)
+            own = vars(owner)[name]
             self[owner, name] = make(own), own
             setattr(owner, name, self[owner, name][0])
 
@@ -47,7 +47,7 @@ class Replacements(dict[tuple[Any, str], tuple[Any, Any]]):
         for (owner, name), (ours, own) in [*self.items()]:
             now = vars(owner).get(name)
             if now is ours:
-                delattr(owner, name) if own is None else setattr(owner, name, own)
+                setattr(owner, name, own)
             elif now is not own:
                 said = f"{owner.__name__}.{name} has been replaced since patch(), and stays"
                 warn(f"parallel_lce: {said}", RuntimeWarning)

@@ -13,15 +13,8 @@ class Base:
         return "own"
 
 
-class Derived(Base):
-    pass
-
-
 def around(word):
-    def make(own):
-        return lambda self: f"{word} {(own or Base.method)(self)}"
-
-    return make
+    return lambda own: lambda self: f"{word} {own(self)}"
 
 
 @pytest.mark.filterwarnings("error")
@@ -29,16 +22,15 @@ def test_each_door_undoes_what_it_did_and_no_more():
     inner, outer, own = Replacements(), Replacements(), Base.method
     for _ in range(2):  # the second changes nothing
         inner.replace(Base, "method", around("a"))
-        inner.replace(Derived, "method", around("b"))
-    assert Derived().method() == "b a own"
+    assert Base().method() == "a own"
     outer.replace(Base, "method", around("c"))
     with pytest.warns(RuntimeWarning, match="Base.method has been replaced since patch"):
         inner.restore()
-    assert Base().method() == Derived().method() == "c a own"  # the other door's stays
+    assert Base().method() == "c a own"  # the other door's stays
     outer.restore()
     assert Base().method() == "a own"
     inner.restore()
-    assert Base.method is own and not inner and "method" not in vars(Derived)
+    assert Base.method is own and not inner
 
 
 def test_own_code_is_known_by_its_globals():

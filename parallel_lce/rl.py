@@ -122,10 +122,7 @@ def from_parallel_hidden_states_to_logprobs(
         if isinstance(value, Tensor) and list(value.shape) != expected:
             of = f"tensor_parallel_hidden_states {list(hidden.shape)} of each of {ranks} rank(s)"
             raise ValueError(f"{name} must be [B, S] = {expected} for {of}, got {list(value.shape)}")
-    if isinstance(mask, Tensor):
-        if mask.dtype != torch.bool:
-            raise ValueError(f"mask must be torch.bool, got {described(mask)}")
-        mask = mask.t()
+    mask = mask.t() if isinstance(mask, Tensor) else mask
     options = Options("token_statistics", sequence_parallel=True, vocab_size=vocab_size, logits_budget=logits_budget)
     tensors = Tensors(hidden, output_weight_layer, target.roll(-1, -1).t(), bias)
     with renamed(hidden="tensor_parallel_hidden_states", weight="output_weight_layer"):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Needs, flattened
 from parallel_lce.call.checks import public
 from parallel_lce.call.prepare import prepare
@@ -117,12 +118,14 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx: Any, saved: tuple, upstream: Tensor, _: None):
         hidden, weight, bias, *tensors = saved
         call, (logits,) = ctx.call.with_saved(tensors)
+        upstream = in_memory(upstream).contiguous()
+        debug.agree_on_backward(call.layout, call.number, [upstream])
         logits = logits.contiguous()
         backend, real, selection, flat = call.backend, call.shard.real_rows, call.selection, flattened(hidden)
         assert selection is not None
         with device_without_autocast(weight):
             owner, projection = selection.owner, call.projection(weight, bias)
-            gradient = backend.log_softmax_of_sets(logits, selection, in_memory(upstream).contiguous())
+            gradient = backend.log_softmax_of_sets(logits, selection, upstream)
             gradient = call.logit_map.of_rows(owner).before(gradient, logits)
             local = selection._replace(ids=selection.ids - call.shard.start, gradient=gradient)
             sums = GradientSums(call, flat, projection, Needs(*ctx.needs_input_grad[:3]), blocks=1)

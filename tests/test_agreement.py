@@ -1,6 +1,7 @@
 """Ranks whose calls differ: a result of NaN where their messages show it, and in debug mode an error on every rank that
 names the difference. test_faults.py has messages of other sizes."""
 
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -54,10 +55,15 @@ def _weighted(a) -> dict:
     return dict(token_weight=torch.ones(N, device=a["input"].device))
 
 
-def _learning(a) -> dict:
-    return dict(token_weight=a["token_weight"].requires_grad_())
+def _bias(a) -> dict:
+    return dict(linear_bias=a["input"].new_zeros(V))
 
 
+def _trained(name: str) -> Callable:
+    return lambda a: {name: a[name].requires_grad_()}
+
+
+_learning = _trained("token_weight")
 # What a message says of a tensor.
 DIGEST = r"\d+ values of digest \w+"
 # By the name of a call (calls.py) and what differs: changes of the last rank's arguments, what debug mode names, the
@@ -80,8 +86,9 @@ SILENT = {
     "loss, N": (lambda a: dict(input=a["input"][1:], target=a["target"][1:]), "tokens", r"\(6,\)", r"\(5,\)"),
     "loss, D": (lambda a: {n: a[n][:, 1:] for n in ("input", "linear_weight")}, "hidden size", "4", "3"),
     "loss, SP": (lambda a: dict(sequence_parallel=True, target=a["target"].repeat(3)), "sequence_par.*", "F.*", "T.*"),
-    "loss, dW": (lambda a: dict(linear_weight=a["linear_weight"].requires_grad_()), "gradients", ".*", ".*weight=T.*"),
-    "loss, bias": (lambda a: dict(linear_bias=a["input"].new_zeros(V)), "linear_bias given", "False", "True"),
+    "loss, dW": (_trained("linear_weight"), "gradients", ".*", ".*weight=T.*"),
+    "loss, bias": (_bias, "linear_bias given", "False", "True"),
+    "loss, dbias": (_trained("linear_bias"), "gradient of linear_bias", "False", "True", _bias),
     "loss, target": (_moved("target", 4), "target", DIGEST, DIGEST),
     "loss, weights": (lambda a: dict(token_weight=a["target"].float()), "token_weight", "nothing", "6 values of .*"),
     "loss, counted": (dict(counted_tokens=5), "counted_tokens", "6", "5", dict(counted_tokens=N)),
@@ -176,6 +183,11 @@ def test_every_rank_names_what_differs_in_dtensors(member):
             temperature = DTensor.from_local(change(x[:, 0].exp()), mesh, [placement])
         with debug_mode(), pytest.raises(ValueError, match=f"disagree about {words}"):
             parallel_lce.selected_log_probs(input, w, ids, temperature=temperature)
+    # The mesh of token weights, of data parallelism, is no group of shards.
+    x, whole, weights = (DTensor.from_local(t, mesh, [p]) for t, p in ((x, Shard(0)), (x, Replicate()), (y, Shard(0))))
+    if member.rank:
+        with debug_mode(), pytest.raises(ValueError, match="is outside"):
+            parallel_lce.linear_cross_entropy(x, whole, y + V, token_weight=weights, reduction="sum")
 
 
 WHOLE = torch.arange(V * D).view(V, D)
@@ -217,11 +229,14 @@ def test_debug_mode_names_calls_and_backwards_in_another_order(member):
         for options in ({}, dict(reduction="none", logits_budget=0), dict(reduce_hidden_grad=False)):
             with pytest.raises(ValueError, match=r"about the call whose backward runs: rank 0 has \d+, rank 1 has \d+"):
                 losses(**options)[member.rank].sum().backward()
-            if options.get("reduction") == "none":  # else it scales the gradients of this rank alone
-                with pytest.raises(ValueError, match=r"disagree about the upstream gradient: token 2 has norm"):
-                    losses(**options)[0][3 - member.rank :].sum().backward()
+            with pytest.raises(ValueError, match=r"disagree about the upstream gradient: token \d+ has norm"):
+                losses(**options)[0].flatten()[-3 + member.rank :].mul(1 + member.rank).sum().backward()
             for loss in losses(**options):
                 loss.sum().backward()
+        for function, arguments in map(calls(member).get, ("selected", "divergence")):
+            next(iter(arguments.values())).requires_grad_()
+            with pytest.raises(ValueError, match="disagree about the upstream gradient"):
+                function(**arguments).mul(1 + member.rank).sum().backward()
 
 
 @on_ranks(2)

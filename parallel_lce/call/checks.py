@@ -84,7 +84,8 @@ def _layout_of(arguments: Mapping[str, Any]) -> Layout:
     groups = [debug.state.group, *map(arguments.get, names), getattr(arguments.get("self"), "process_group", None)]
     try:
         for name, value in arguments.items():
-            if "weight" in name and is_dtensor(value):  # its placements name the dimension of tensor parallelism
+            # The placements of the weight name the dimension of tensor parallelism.
+            if "weight" in name and name != "token_weight" and is_dtensor(value):
                 dims = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
                 groups += [value.device_mesh.get_group(dims[0])] if len(dims) == 1 else []
         for group in groups:

@@ -14,7 +14,7 @@ import json
 import os
 import threading
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -120,8 +120,11 @@ def agree(
     return shards
 
 
-def check_together(options: Options, tensors: Tensors, layout: Layout, gradients: GradientTraits | None) -> int:
-    """Debug mode: raise ``ValueError`` unless all ranks make the same call. Returns V."""
+def check_together(
+    options: Options, tensors: Tensors, layout: Layout, gradients: GradientTraits | None, of_bias: bool
+) -> int:
+    """Debug mode: raise ``ValueError`` unless all ranks make the same call. Returns V. ``of_bias``: whether the
+    backward forms a gradient of the bias."""
     if state.vocab_size is not None:
         vocab_size, state.vocab_size = state.vocab_size, None
         return vocab_size
@@ -137,6 +140,7 @@ def check_together(options: Options, tensors: Tensors, layout: Layout, gradients
             "dtype": hidden.dtype,
             "linear_bias given": tensors.linear_bias is not None,
             "gradients": gradients,
+            "gradient of linear_bias": of_bias,
             "backend": backend_of(weight).NAME,
         }
         # The numbers of each token take the place of an option's one.
@@ -169,6 +173,16 @@ def next_call(layout: Layout) -> int | None:
         return None
     _CALLS[layout.group] = number = _CALLS.get(layout.group, 0) + 1
     return number
+
+
+def agree_on_backward(layout: Layout, call: int | None, upstream: Sequence[Tensor | None]) -> None:
+    """The exchange before the backward of a call, which :func:`next_call` has numbered. Raises ``ValueError`` unless
+    all ranks run the backward of the same call, with the same ``upstream`` gradients up to rounding."""
+    if call is not None:
+        sizes = [each if each is None else each.numel() for each in upstream]
+        values = {"the call whose backward runs": call, "the sizes of upstream gradients": sizes}
+        elements = [each.detach().reshape(-1, 1).double() for each in upstream if each is not None]
+        agree(layout, "a backward", values, near=("the upstream gradient", torch.cat(elements)) if elements else None)
 
 
 def fingerprint(rows: Tensor) -> str | None:

@@ -146,7 +146,7 @@ def _planned(
         options = options._replace(logits_budget=default_budget(weight.device))
     number = None
     if debug.enabled():
-        vocab_size = debug.check_together(options, tensors, layout, gradients)
+        vocab_size = debug.check_together(options, tensors, layout, gradients, needs.bias)
         check_target(options, as_int64(tensors.target), vocab_size, layout)
         number = debug.next_call(layout)
     shard = Shard.of(weight.shape[0], layout, options.vocab_start, options.vocab_size)

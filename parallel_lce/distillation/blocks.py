@@ -26,6 +26,7 @@ from torch import Tensor
 from parallel_lce.backends.formulas import fp16_scale_near
 from parallel_lce.backends.gemm import accumulate, put
 from parallel_lce.backends.interface import aligned_logits, block_logits
+from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Gradients, Needs, flattened
 from parallel_lce.core.collectives import PartialsGather, all_gather, digest_of, hidden_of_blocks
 from parallel_lce.core.logit_map import Projection
@@ -60,10 +61,10 @@ class Divergences(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, saved: tuple, upstream: Tensor):
         inputs, (factor, numbers, *tensors) = saved[:6], saved[6:]
-        student, teacher, beta = ctx.task
+        (student, teacher, beta), upstream = ctx.task, in_memory(upstream)
+        debug.agree_on_backward(student.layout, student.number, [upstream])
         # The first backward scales gradients of a sum in place. A later one through the same graph forms them again.
         gradients = ctx.gradients.pop() if ctx.gradients else None
-        upstream = in_memory(upstream)
         if gradients is None:
             student, tensors = student.with_saved(tensors)
             teacher, _ = teacher.with_saved(tensors)

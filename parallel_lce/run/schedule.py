@@ -94,8 +94,7 @@ def forward(
 
 class GradientSums:
     """Sums of dX, dW and dbias over ``blocks`` blocks of a call; None if not needed. ``dtype``: of dW and dbias, by
-    default the parameters'. ``scratch_bytes``: size of the backend's working memory. ``coefficients``: debug mode
-    compares them, and with them the upstream gradient."""
+    default the parameters'. ``scratch_bytes``: size of the backend's working memory."""
 
     def __init__(
         self,
@@ -107,18 +106,11 @@ class GradientSums:
         *,
         dtype: torch.dtype | None = None,
         scratch_bytes: int = 0,
-        coefficients: Coefficients | None = None,
     ) -> None:
         self._call, self._targets, self._blocks = call, call.local_targets(), blocks
         self.projection, real = projection, projection.real_rows
         self.scratch = Scratch(scratch_bytes, hidden.device)
         self.reduction = self.dweight = self.dbias = None
-        if call.number is not None and any(needs):
-            near = None
-            if coefficients is not None:
-                given = call.backend.without_factor(coefficients)[:6]
-                near = "the upstream gradient", torch.stack([c for c in given if c is not None], -1)
-            debug.agree(call.layout, "a backward", {"the call whose backward runs": call.number}, near=near)
         if needs.hidden:
             layout = call.layout if call.options.reduce_hidden_grad else Layout()
             self.reduction = HiddenReduction(hidden, layout, call.options.reduce_dtype)
@@ -198,9 +190,7 @@ def backward(
         of_block = [t if t is None else t.data.contiguous() for t in saved]
         kept: Saved | tuple[()] = call.backend.Saved(*of_block) if of_block else ()
         scratch_bytes = call.plan.scratch_bytes if kept else plan.SMALLEST_BLOCK
-        sums = GradientSums(
-            call, hidden, projection, needs, len(blocks), scratch_bytes=scratch_bytes, coefficients=coefficients
-        )
+        sums = GradientSums(call, hidden, projection, needs, len(blocks), scratch_bytes=scratch_bytes)
         _, _, gamma, delta, epsilon, *_ = coefficients
         differs = not (gamma is delta is epsilon is None)
         if kept and (consumed or (differs and not call.backend.recovers_differences(weight.dtype))):
@@ -345,6 +335,7 @@ class Fused(torch.autograd.Function):
         if call.main_grad is not None and not call.main_grad.in_backward(ctx.next_functions[1][0]):
             call = call._replace(main_grad=None)
         needs, upstream = Needs(*ctx.needs_input_grad[:3]), tuple([u if u is None else in_memory(u) for u in upstream])
+        debug.agree_on_backward(call.layout, call.number, upstream)
         if call.options.kind == "loss":  # saved-tensor hooks may have changed the strides
             values: list[Any] = [c if c is None else c.contiguous() for c in kept]
             coefficients = Coefficients(*values)._replace(factor=upstream[0])
@@ -375,7 +366,8 @@ class AccumulatedLoss(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx, saved, upstream):
-        inputs, tensors, call = saved[:3], saved[3:], ctx.call
+        inputs, tensors, call, upstream = saved[:3], saved[3:], ctx.call, in_memory(upstream)
+        debug.agree_on_backward(call.layout, call.number, [upstream])
         # The first backward scales the gradients in place and returns them: a copy would double the call's largest
         # buffer. A later backward through the same graph forms them again.
         gradients = ctx.gradients.pop() if ctx.gradients else None
@@ -385,7 +377,6 @@ class AccumulatedLoss(torch.autograd.Function):
                 call.loss_function.raise_failure()
         with on_device_of(inputs[1]):
             scaled = call.backend.scaled
-            upstream = in_memory(upstream)
             return *[g if g is None else scaled(g, upstream, t.dtype) for g, t in zip(gradients, inputs)], None
 
 

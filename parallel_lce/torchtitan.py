@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -94,11 +95,13 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
     def _arguments(self, lm_head: Any, pred: Tensor, labels: Tensor) -> dict[str, Any]:
         arguments = dict(linear_bias=lm_head.bias, reduction="sum", reduce_hidden_grad=False, ignore_index=IGNORE_INDEX)
         arguments |= {name: getattr(self.config, name) for name in ("logits_budget", "gradient_filter")}
-        if not isinstance(pred, DTensor) and (ranks := spmd_mesh_size("tp")) > 1:
-            entries, rows = lm_head.out_features, len(lm_head.weight)
-            if rows * ranks != entries:
-                raise ValueError(f"{_OURS}: lm_head.weight must have {entries} / {ranks} rows, got {rows}")
-            arguments["process_group"] = current_spmd_mesh().get_group("tp")
+        if not isinstance(pred, DTensor) and (P := spmd_mesh_size("tp")) > 1:
+            V, group = lm_head.out_features, current_spmd_mesh().get_group("tp")
+            rank = dist.get_rank(group)
+            start, stop = (min(V, -(-V // P) * at) for at in (rank, rank + 1))  # the last shards may be smaller
+            if len(lm_head.weight) != stop - start:
+                raise ValueError(f"{_OURS}: lm_head.weight must have {stop - start} rows, got {len(lm_head.weight)}")
+            arguments |= {"process_group": group, "vocab_start": start}
         if self.config.skip_masked:
             arguments["counted_tokens"] = parallel_lce.count_tokens(_local(labels), IGNORE_INDEX)
         return arguments

@@ -51,19 +51,15 @@ def IGNORED(a) -> dict:
     return dict(target=torch.full_like(a["teacher_ids"][:, 0], -100), teacher_ids=-torch.ones_like(a["teacher_ids"]))
 
 
-def _weighted(a) -> dict:
-    return dict(token_weight=torch.ones(N, device=a["input"].device))
-
-
-def _bias(a) -> dict:
-    return dict(linear_bias=a["input"].new_zeros(V))
+def _ones(name: str, size: int) -> Callable:
+    return lambda a: {name: a["input"].new_ones(size)}
 
 
 def _trained(name: str) -> Callable:
     return lambda a: {name: a[name].requires_grad_()}
 
 
-_learning = _trained("token_weight")
+_weighted, _bias, _learning = _ones("token_weight", N), _ones("linear_bias", V), _trained("token_weight")
 # What a message says of a tensor.
 DIGEST = r"\d+ values of digest \w+"
 # By the name of a call (calls.py) and what differs: changes of the last rank's arguments, what debug mode names, the

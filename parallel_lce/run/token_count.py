@@ -44,11 +44,9 @@ def count_tokens(target: Tensor, ignore_index: int | None = NO_LABEL) -> TokenCo
     fused function as ``counted_tokens``: the tokens that do not count then cost nothing, and the host waits for nothing
     that the device has not passed long ago.
 
-    On a CUDA device the number is copied to pinned memory, on a stream of its own, behind what the current stream has
-    to do by now; the loss waits for that copy alone. On a CPU the number is read. In a trace of
-    ``torch.compile``, in a captured CUDA graph, and for tensors of other kinds (other devices, DTensors), nothing is
-    read: the loss then works on all tokens, with the same result, on a copy of the hidden states with 0 for tokens that
-    do not count.
+    In a trace of ``torch.compile``, in a captured CUDA graph, and for tensors of other kinds (other devices, DTensors),
+    nothing is read: the loss then works on all tokens, with the same result, on a copy of the hidden states with 0 for
+    tokens that do not count.
 
     Args:
         target: the very targets that the loss will get, so already shifted: ids ``[...]`` of any integer dtype. Or a

@@ -72,7 +72,8 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool, factor: 
     elif total.dtype not in _WIDE:
         put(total, matmul(a, b), overwrite)
     else:
-        _product(total, operand(a), operand(b), overwrite)
+        plain = a.dtype == b.dtype == total.dtype
+        _product(total, a if plain else operand(a), b if plain else operand(b), overwrite)
 
 
 def put(total: Tensor, value: Tensor, overwrite: bool) -> None:

@@ -125,7 +125,8 @@ def _block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         buffer = allocate_saved(projection, rows, save) if task.buffer is None else task.buffer
         saved = Saved(buffer[: save * rows], partial.new_empty(len(saved_windows), rows))
     for tile in tiles:
-        of_tile, merged = projection.of_rows(tile), partial[:, tile]
+        of_tile = projection if len(tiles) == 1 else projection.of_rows(tile)
+        merged = partial[:, tile]
         # [W, C, rows]
         of_windows = None if len(windows) == 1 else merged.new_zeros(len(windows), *merged.shape)
         for number, window in enumerate(windows):

@@ -120,11 +120,8 @@ def agree(
     return shards
 
 
-def check_together(
-    options: Options, tensors: Tensors, layout: Layout, gradients: GradientTraits | None, of_bias: bool
-) -> int:
-    """Debug mode: raise ``ValueError`` unless all ranks make the same call. Returns V. ``of_bias``: whether the
-    backward forms a gradient of the bias."""
+def check_together(options: Options, tensors: Tensors, layout: Layout, gradients: GradientTraits | None) -> int:
+    """Debug mode: raise ``ValueError`` unless all ranks make the same call. Returns V."""
     if state.vocab_size is not None:
         vocab_size, state.vocab_size = state.vocab_size, None
         return vocab_size
@@ -140,7 +137,6 @@ def check_together(
             "dtype": hidden.dtype,
             "linear_bias given": tensors.linear_bias is not None,
             "gradients": gradients,
-            "gradient of linear_bias": of_bias,
             "backend": backend_of(weight).NAME,
         }
         # The numbers of each token take the place of an option's one.

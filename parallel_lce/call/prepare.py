@@ -146,7 +146,7 @@ def _planned(
         options = options._replace(logits_budget=default_budget(weight.device))
     number = None
     if debug.enabled():
-        vocab_size = debug.check_together(options, tensors, layout, gradients, needs.bias)
+        vocab_size = debug.check_together(options, tensors, layout, gradients)
         check_target(options, as_int64(tensors.target), vocab_size, layout)
         number = debug.next_call(layout)
     shard = Shard.of(weight.shape[0], layout, options.vocab_start, options.vocab_size)
@@ -212,6 +212,7 @@ def gradients_of(tensors: Tensors, main_grad: MainGrad | None, needs: Needs) -> 
         hidden_fp32=hidden.dtype == sum_dtype,
         weight_fp32=(weight if main_grad is None else main_grad.tensor).dtype == sum_dtype,
         weight_new=main_grad is None,
+        bias=needs.bias,
     )
 
 

@@ -239,17 +239,22 @@ class PartialsGather:
     def __init__(self, like: Tensor, rows: int, shard: Shard, columns: Columns, layout: Layout, extra: int = 0) -> None:
         self._rows, self._shard, self._columns, self._layout = rows, shard, columns, layout
         self._work: dist.Work | None = None
+        self._extra = extra
         dtype = accumulation_dtype(like.dtype)
         if layout.ranks == 1:
             self.local = like.new_empty(columns.count, rows, dtype=dtype)
-            self.extras = like.new_empty(1, extra, dtype=dtype)
             return
         size = columns.count * rows
         self._packed = like.new_empty(layout.ranks, size + extra + TRAILER, dtype=dtype)
         self._own = self._packed[layout.rank]
         self.local = self._own[:size].view(columns.count, rows)
-        # [P, extra]
-        self.extras = self._packed[:, size:-TRAILER]
+
+    @cached_property
+    def extras(self) -> Tensor:
+        """``[P, extra]``. Most calls have none, and need no tensor for them."""
+        if self._layout.ranks == 1:
+            return self.local.new_empty(1, self._extra)
+        return self._packed[:, self._columns.count * self._rows : -TRAILER]
 
     @property
     def extra(self) -> Tensor:

@@ -167,6 +167,8 @@ class GradientTraits:
     weight_fp32: bool
     # dW is a new tensor; False: it is added to a main_grad.
     weight_new: bool
+    # No plan depends on it, but all ranks form it or none.
+    bias: bool = False
 
 
 @dataclass(frozen=True)

@@ -184,10 +184,8 @@ def compacted(
         vocab_size = checked_vocab_size(options, tensors.linear_weight, layout)
         if debug.enabled():  # before hidden states are gathered
             debug.compare_later({"counted_tokens": count, "mask": counts})
-            needs = needs_of(tensors)
-            gradients = gradients_of(tensors, main_grad, needs)
-            vocab_size = debug.check_together(options, tensors, layout, gradients, needs.bias)
-            debug.state.vocab_size = vocab_size
+            gradients = gradients_of(tensors, main_grad, needs_of(tensors))
+            vocab_size = debug.state.vocab_size = debug.check_together(options, tensors, layout, gradients)
         check_target(options, as_int64(tensors.target), vocab_size, layout, counts)
     compaction = Compaction(counts, count)
     hidden = in_memory(tensors.input)

@@ -111,12 +111,11 @@ class Compaction:
             # [count], positions of the counted tokens; behind the last one 0
             self._kept = torch.nonzero_static(flat, size=count, fill_value=0).view(-1)
 
-    def of(self, tokens: Tensor, dims: int = 0) -> Tensor:
-        """The rows ``[count, ...]`` that the call works on. ``tokens`` has ``dims`` dimensions more than the mask."""
+    def of(self, tokens: Tensor) -> Tensor:
+        """The rows ``[count, ...]`` that the call works on, of ``tokens``, whose first dimensions are the mask's."""
         if self._kept is None:
             return tokens
-        trailing = tokens.shape[tokens.dim() - dims :]
-        return tokens.reshape(self._mask.numel(), *trailing).index_select(0, self._kept)
+        return tokens.reshape(self._mask.numel(), *tokens.shape[self._mask.dim() :]).index_select(0, self._kept)
 
     def spread(self, values: Tensor, others: float = 0) -> Tensor:
         """The call's ``values [count, ...]`` at their places among all tokens, and ``others`` elsewhere."""
@@ -175,6 +174,7 @@ def compacted(
         labelled = as_int64(tensors.target) != options.ignore_index
         counts = labelled if counts is None else labelled & counts
     assert counts is not None  # of either kind
+    debug.compare_later({"counted_tokens": count, "mask": counts})
     # In debug mode the ranks compare their counts.
     if begun and count == tokens.numel() and not debug.enabled():
         return options, tensors, Compaction(counts, count, every=True)
@@ -183,7 +183,6 @@ def compacted(
     if not torch.compiler.is_compiling():  # there the operator checks the counted targets
         vocab_size = checked_vocab_size(options, tensors.linear_weight, layout)
         if debug.enabled():  # before hidden states are gathered
-            debug.compare_later({"counted_tokens": count, "mask": counts})
             gradients = gradients_of(tensors, main_grad, needs_of(tensors))
             vocab_size = debug.state.vocab_size = debug.check_together(options, tensors, layout, gradients)
         check_target(options, as_int64(tensors.target), vocab_size, layout, counts)
@@ -194,19 +193,14 @@ def compacted(
         own = torch.arange(hidden.shape[0], device=hidden.device) + hidden.shape[0] * layout.rank
         # dX is the same on every rank. This takes a copy of this rank's part: a view would keep all of it.
         hidden = whole.index_copy(0, own, hidden)
-    per_token = {
-        name: compaction.of(value, dims=1 if name == "selected" else 0)
-        for name, value in tensors.named().items()
-        if name not in ("input", "linear_weight", "linear_bias")
-    }
-    tensors = tensors._replace(input=compaction.of(hidden, dims=1), **per_token)
+    of_tokens = tensors._replace(input=hidden, linear_weight=None, linear_bias=None).named()
+    tensors = tensors._replace(**{name: compaction.of(value) for name, value in of_tokens.items()})
     return options._replace(sequence_parallel=False), tensors, compaction
 
 
 def _of_all(options: Options, tensors: Tensors, layout: Layout, mask: Tensor) -> Tensors:
     """The tensors of a call on all tokens. Hidden states of tokens that do not count become 0, and their scales and
     temperatures 1, since a NaN, times a gradient of 0, would be NaN in every row of dW; their targets may be no ids."""
-    debug.compare_later({"mask": mask})
     own = mask.chunk(layout.sp_size)[layout.rank] if layout.sp_size > 1 else mask
     filled: dict[str, Any] = dict(logit_scale=1.0, temperature=1.0)
     filled["target"] = NO_LABEL if options.kind == "statistics" else options.ignore_index

@@ -119,14 +119,9 @@ def divergence(
         _check_pair(student, inputs, options, hidden, weight)
         tensors = Tensors(hidden, weight, None, bias, None, token_scale, given.temperature)
         teacher, teacher_inputs = prepare(options, tensors, group)
-    factors = _factors(student.target, ignore_index, reduction, student.shape.numel(), inputs[0])
-    # fp16 gradients wait for the backward, where the upstream gradient, and with it the loss scale, is known.
-    at_once = reduction != "none" and inputs[0].dtype != torch.float16
+    factors = _factors(given.target, ignore_index, reduction, student.shape, inputs[0])
     task = student, teacher, float(beta)
-    losses = Divergences.apply(*inputs, *teacher_inputs, task, factors if at_once else None)
-    if not at_once:
-        losses = reduced(losses.view(student.shape), factors.view(student.shape), reduction)
-    return adapter.loss(losses)
+    return adapter.loss(Divergences.apply(*inputs, *teacher_inputs, factors, task, reduction))
 
 
 @outside_graphs

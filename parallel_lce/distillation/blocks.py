@@ -42,20 +42,22 @@ _LARGEST_LOG_RATIO = 64.0
 
 
 class Divergences(torch.autograd.Function):
-    """Divergences ``[N]`` from hidden states, weight and bias of the student and of the teacher, differentiable by the
-    student's. With ``factor [N]`` the sum of factor times divergence, 0-dimensional; its gradients are formed in
-    forward. A task: the calls of both, and beta."""
+    """The divergence of each token times its ``factor``, or their sum if there is a ``reduction``, from hidden states,
+    weight and bias of the student and of the teacher, differentiable by the student's. A task: the calls of both, and
+    beta."""
 
     @staticmethod
     @outside_selective_checkpoints
     def forward(ctx: Any, *given: Any) -> Tensor:
-        *inputs, ctx.task, factor = given
+        *inputs, factor, ctx.task, reduction = given
         student, teacher, _ = ctx.task
-        gradients, numbers = _pass(ctx.task, inputs, student.needs, factor)
-        ctx.gradients = [] if factor is None else [gradients]
+        # fp16 gradients wait for the backward, where the upstream gradient, and with it the loss scale, is known.
+        at_once = reduction != "none" and inputs[0].dtype != torch.float16
+        needs = student.needs if at_once else Needs(False, False, False)
+        gradients, numbers = _pass(ctx.task, inputs, needs, factor)
+        ctx.gradients = [gradients] if at_once else []
         ctx.save_for_backward(*inputs, factor, numbers, *student.tensors, *teacher.tensors)
-        losses = numbers[DIVERGENCE]
-        return losses if factor is None else reduced(losses, factor, "sum")
+        return reduced(numbers[DIVERGENCE].view(factor.shape), factor, reduction)
 
     @staticmethod
     @first_order_only
@@ -68,13 +70,14 @@ class Divergences(torch.autograd.Function):
         if gradients is None:
             student, tensors = student.with_saved(tensors)
             teacher, _ = teacher.with_saved(tensors)
-            needs, factor = Needs(*ctx.needs_input_grad[:3]), upstream if factor is None else factor * upstream
+            # An ignored token has no gradient, whatever its upstream gradient is.
+            factor, needs = factor.where(factor == 0, factor * upstream), Needs(*ctx.needs_input_grad[:3])
             gradients, _ = _pass((student, teacher, beta), inputs, needs, factor, numbers)
         else:
             with device_without_autocast(inputs[1]):
                 scaled = student.backend.scaled
                 gradients = [g if g is None else scaled(g, upstream, t.dtype) for g, t in zip(gradients, inputs)]
-        return *gradients, *[None] * 5
+        return *gradients, *[None] * 6
 
 
 def reduced(losses: Tensor, factors: Tensor, reduction: str) -> Tensor:
@@ -87,12 +90,12 @@ def _pass(
     task: tuple[Call, Call, float],
     inputs: Sequence[Any],
     needs: Needs,
-    factor: Tensor | None,
+    factor: Tensor,
     known: Tensor | None = None,
 ) -> tuple[Gradients, Tensor]:
-    """One pass over the blocks of a ``task``. Returns the gradients of the sum of factor times divergence, None each
-    without a ``factor [N]``; and the numbers ``[ROWS, N]``, which may be ``known`` from an earlier pass. In the first
-    pass dW and dbias stay in the statistics' dtype: they will be scaled."""
+    """One pass over the blocks of a ``task``. Returns the gradients of the sum of factor times divergence; and the
+    numbers ``[ROWS, N]``, which may be ``known`` from an earlier pass. In the first pass dW and dbias stay in the
+    statistics' dtype: they will be scaled."""
     student, teacher, beta = task
     layout, dtype, shard, options = student.layout, student.dtype, student.shard, student.options
     # Saved-tensor hooks may have changed strides.
@@ -105,10 +108,8 @@ def _pass(
     # Of the gradient of the student's output. On CPUs low-precision products are slower, and no more exact.
     gradient_dtype = x.dtype if x.is_cuda else dtype
     times = fp16_unscale = None
-    if factor is None:
-        needs = Needs(False, False, False)
-    elif any(needs):
-        times, fp16_unscale = _gradient_factors(factor, beta, projection, gradient_dtype)
+    if any(needs):
+        times, fp16_unscale = _gradient_factors(factor.reshape(-1), beta, projection, gradient_dtype)
     sums = GradientSums(student, x, projection, needs, len(blocks), dtype=dtype if known is None else None)
     numbers = x.new_empty(ROWS, student.shape.numel(), dtype=dtype) if known is None else known
     part = importlib.import_module(f"parallel_lce.distillation.{student.backend.NAME}_part")
@@ -124,13 +125,13 @@ def _pass(
             work = partial_of(part.divergence, logits, its_logits, own, beta, of_tokens, of_block.logit_map)
             if known is None:
                 own[:DIVERGENCE] = _normalizers((partial, its_partial), student, teacher)
-                of_ranks = own.new_empty(layout.ranks, ROWS - DIVERGENCE, len(x))
+                local = own[DIVERGENCE:]
                 # The gradient of KL(teacher || student) needs no sum: one pass computes both.
-                work(of_ranks[layout.rank], gradient if beta == 0 else None)
+                work(local, gradient if beta == 0 else None)
                 if layout.ranks > 1:
-                    sent = of_ranks[layout.rank].view(-1)
-                    all_gather(of_ranks.view(-1), sent, group=layout.group, async_op=True).wait()
-                own[DIVERGENCE:] = of_ranks.sum(0)
+                    of_ranks = local.new_empty(layout.ranks, *local.shape)
+                    all_gather(of_ranks.view(-1), local.view(-1), group=layout.group, async_op=True).wait()
+                    torch.sum(of_ranks, 0, out=local)
                 layout.put(numbers, block, own)
             if gradient is not None and (known is not None or beta > 0):
                 work(None, gradient)

@@ -107,22 +107,17 @@ def _target_positions(tile: Tensor, target: Tensor, window: slice) -> tuple[Tens
 
 def take_selected(tile: Tensor, selection: Selection, rows: slice, window: slice) -> None:
     """Copy the selected entries' logits out of a tile."""
-    position, hit = _selected_positions(selection, rows, window)
-    selection.logits.copy_(tile.view(-1).index_select(0, position).where(hit, selection.logits))
+    row, entry, hit = selection.of_rows(rows).located(window.start, window.stop)
+    found = tile.view(-1).index_select(0, entry * tile.shape[1] + row)
+    selection.logits.copy_(found.where(hit, selection.logits))
 
 
 def add_selected(tile: Tensor, selection: Selection, rows: slice, window: slice) -> None:
     """Add the selected entries' terms to a tile of the gradient."""
-    position, hit = _selected_positions(selection, rows, window)
+    row, entry, hit = selection.of_rows(rows).located(window.start, window.stop)
     # Equal positions are summed in a fixed order, on CUDA too.
+    position = entry * tile.shape[1] + row
     tile.view(-1).index_put_((position,), selection.gradient.where(hit, 0.0), accumulate=True)
-
-
-def _selected_positions(selection: Selection, rows: slice, window: slice) -> tuple[Tensor, Tensor]:
-    """Positions of the selected entries ``[E]`` in a flattened tile, and which of them lie in it."""
-    row, hit = selection.of_rows(rows).located(window.start, window.stop)
-    height = rows.stop - rows.start
-    return ((selection.ids - window.start) * height + row).where(hit, 0), hit
 
 
 def tiles_of_rows(count: int, width: int, itemsize: int) -> list[slice]:
@@ -134,8 +129,8 @@ def tiles_of_rows(count: int, width: int, itemsize: int) -> list[slice]:
 def selected_logits(projection: Projection, x: Tensor, selection: Selection) -> None:
     if projection.real_rows == 0 or len(x) == 0:
         return
-    row, hit = selection.located(0, projection.real_rows)
-    ids, out = selection.ids.where(hit, 0), selection.logits
+    row, ids, hit = selection.located(0, projection.real_rows)
+    out = selection.logits
     for some in tiles_of_rows(len(ids), x.shape[1], out.element_size()):
         of_entry, at = row[some], ids[some]
         z = (x[of_entry].to(out.dtype) * projection.weight[at].to(out.dtype)).sum(1)
@@ -152,8 +147,8 @@ def selected_rows(selection: Selection, source: Tensor, out: Tensor) -> None:
     if len(source) == 0 or len(out) == 0:
         out.zero_()
         return
-    row, hit = selection.located(0, len(source))
-    ids, values, skipped = selection.ids.where(hit, 0), selection.gradient, ~hit.unsqueeze(1)
+    row, ids, hit = selection.located(0, len(source))
+    values, skipped = selection.gradient, ~hit.unsqueeze(1)
     for columns in tiles_of_rows(out.shape[1], len(out), torch.float64.itemsize):
         of_columns = source[:, columns]
         total = torch.zeros_like(out[:, columns], dtype=torch.float64)

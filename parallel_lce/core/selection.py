@@ -60,11 +60,13 @@ class Selection(NamedTuple):
         """Which ids lie in ``[start, stop)``, ``[E]``."""
         return (self.ids >= start) & (self.ids < stop)
 
-    def located(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The :attr:`owner` of each entry, and which entries have one and an id in ``[start, stop)``, ``[E]``."""
+    def located(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each entry, ``[E]``: its :attr:`owner`; its id relative to ``start``; and whether it has an owner and an
+        id in ``[start, stop)``. If not, the second is 0."""
         entry, owner = torch.arange(len(self.ids), device=self.ids.device), self.owner
         owned = (entry >= self.begin[owner]) & (entry < self.end[owner])
-        return owner, owned & self.inside(start, stop)
+        hit = owned & self.inside(start, stop)
+        return owner, (self.ids - start).where(hit, 0), hit
 
     def sums(self, values: Tensor) -> Tensor:
         """The sum of each token's entries of ``values [E]``, ``[R]``, in a fixed order."""

@@ -87,11 +87,7 @@ def reduced(losses: Tensor, factors: Tensor, reduction: str) -> Tensor:
 
 
 def _pass(
-    task: tuple[Call, Call, float],
-    inputs: Sequence[Any],
-    needs: Needs,
-    factor: Tensor,
-    known: Tensor | None = None,
+    task: tuple[Call, Call, float], inputs: Sequence[Any], needs: Needs, factor: Tensor, known: Tensor | None = None
 ) -> tuple[Gradients, Tensor]:
     """One pass over the blocks of a ``task``. Returns the gradients of the sum of factor times divergence; and the
     numbers ``[ROWS, N]``, which may be ``known`` from an earlier pass. In the first pass dW and dbias stay in the

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from parallel_lce.call import debug
 from parallel_lce.call.checks import check_values, described, public
-from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import NO_LABEL
 from parallel_lce.deferred import DeferredLogits
-from parallel_lce.megatron.loss import model_group, run, statistics, swapped
-from parallel_lce.megatron.settings import MARK, Fusion, running
+from parallel_lce.megatron.loss import hand_over, model_group, run, statistics, swapped
+from parallel_lce.megatron.settings import MARK, Fusion
 from parallel_lce.megatron.switch import fuse, language_model, why_not_fused
 from parallel_lce.run.entry import fused_token_loss
 
@@ -39,9 +38,8 @@ class TokenLogProbs(NamedTuple):
 class Scoring(NamedTuple):
     """A call of a model by ``function``, whose loss of ``labels`` is ``of(logits, labels)``, a tuple of tensors."""
 
-    fusion: Fusion
     function: str
-    labels: Tensor
+    labels: Tensor | None
     of: Callable[[DeferredLogits, Tensor], tuple]
 
 
@@ -82,8 +80,8 @@ def token_log_probs(
         found = statistics(logits, labels, temperature, ignore_index=NO_LABEL, entropy=entropy)
         return tuple([swapped(value) for value in (found.target_log_prob, found.entropy) if value is not None])
 
-    call = functools.partial(model, input_ids, position_ids, attention_mask, labels=labels, **forward_arguments)
-    scores = _scored("token_log_probs", call, fusion, labels, of)
+    scoring = Scoring("token_log_probs", labels, of)
+    scores = _scored(scoring, fusion, model, input_ids, position_ids, attention_mask, **forward_arguments)
     return TokenLogProbs(*scores) if fusion else scores
 
 
@@ -115,37 +113,30 @@ def token_loss(
     values = () if labels is None else check_values(loss, per_token, reduction, labels)
 
     def of(logits: DeferredLogits, labels: Tensor) -> tuple[Tensor, ...]:
-        named = dict(loss=loss, values=tuple(map(swapped, values)))
-        total, metrics = run(logits, labels, fused_token_loss, named, temperature, ignore_index=NO_LABEL, **options)
+        entry = functools.partial(fused_token_loss, loss=loss, values=tuple(map(swapped, values)))
+        total, metrics = run(logits, labels, entry, temperature, ignore_index=NO_LABEL, **options)
         names.extend(metrics)
         return total, *map(swapped, metrics.values())
 
-    call = functools.partial(model, input_ids, position_ids, attention_mask, labels=labels, **forward_arguments)
-    scores = _scored("token_loss", call, fusion, labels, of)
+    scoring = Scoring("token_loss", labels, of)
+    scores = _scored(scoring, fusion, model, input_ids, position_ids, attention_mask, **forward_arguments)
     return (scores[0], dict(zip(names, scores[1:]))) if fusion else scores
 
 
-def _scored(
-    function: str,
-    call: functools.partial,
-    fusion: Fusion | None,
-    labels: Any,
-    of: Callable[[DeferredLogits, Tensor], tuple],
-) -> Any:
-    """The output of a ``call`` of the model: ``of(logits, labels)``, a tuple, on the last pipeline stage."""
-    layout = Layout.of(debug.state.group, False)
-    if debug.enabled() and layout.ranks > 1:  # has another rank refused? Before the model's collectives
-        debug.agree(layout, function, {})
-    debug.state.awaited = False
-    token = running.set(None if fusion is None else Scoring(fusion, function, labels, of))
+def _scored(scoring: Scoring, fusion: Fusion | None, model: Any, /, *given: Any, **named: Any) -> Any:
+    """The output of the model's call: ``of(logits, labels)``, a tuple, on the last pipeline stage."""
+    hand_over(scoring.function)  # has another rank refused? Before the model's collectives
+    if fusion is None:
+        return model(*given, labels=scoring.labels, **named)
+    fusion.scoring = scoring
     try:
-        output = call()
+        output = model(*given, labels=scoring.labels, **named)
     finally:
-        running.reset(token)
-    if fusion is not None and not isinstance(output, tuple):
+        fusion.scoring = None
+    if not isinstance(output, tuple):
         raise RuntimeError(
-            f"{function}: {type(language_model(call.func)).__name__}'s forward must return compute_language_model_loss "
-            f"of the labels that it is given, and returned {type(output).__name__}"
+            f"{scoring.function}: {type(language_model(model)).__name__}'s forward must return "
+            f"compute_language_model_loss of the labels that it is given, and returned {type(output).__name__}"
         )
     return output
 

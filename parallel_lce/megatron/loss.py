@@ -102,14 +102,19 @@ def with_fused_loss(own: Any) -> Any:
         if by_choice or not (self.config.cross_entropy_loss_fusion or is_global_group(tp_group)):
             losses = swapped(vocab_parallel_cross_entropy(logits, labels.transpose(0, 1), tp_group=tp_group))
         else:
-            layout = Layout.of(tp_group, False)
-            if debug.enabled() and layout.ranks > 1:  # is the loss fused on another rank?
-                debug.agree(layout, "Megatron's own loss, of real logits", {})
-            debug.state.awaited = False
+            hand_over("Megatron's own loss, of real logits")  # is the loss fused on another rank?
             losses = own(self, labels, logits, *others, **named)
         return losses.masked_fill(labels == NO_LABEL, 0.0) if chosen.skip_masked else losses
 
     return compute_language_model_loss
+
+
+def hand_over(function: str) -> None:
+    """Before other code runs in place of ours: in debug mode the ranks agree on that, and await no message in it."""
+    layout = Layout.of(debug.state.group, False)
+    if debug.enabled() and layout.ranks > 1:
+        debug.agree(layout, function, {})
+    debug.state.awaited = False
 
 
 def model_group(model: Any) -> Any:
@@ -130,7 +135,7 @@ def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, labels: Tensor) -
     ignored = NO_LABEL if chosen.skip_masked else None
     if not chosen.token_metrics or fusion.scoring:
         options = dict(reduction="none", ignore_index=ignored, outside_is_nan=False)
-        return swapped(run(logits, labels, fused_loss, {}, 1.0, **options))
+        return swapped(run(logits, labels, fused_loss, **options))
     smoothing, z_loss = (chosen.label_smoothing, chosen.z_loss) if logits.source.layer.training else (0.0, 0.0)
     found: Any = statistics(logits, labels, argmax=True, mean_logit=smoothing > 0)
     target = as_int64(labels.transpose(0, 1))
@@ -155,19 +160,14 @@ def statistics(
     """``[s, b]`` each, of ``labels [b, s]``; with ``skip_masked`` of those that are not -100 alone."""
     skips = vars(logits.source.layer)[MARK].settings.skip_masked
     mask = as_int64(labels.transpose(0, 1)) != NO_LABEL if skips else None
-    return run(logits, labels, fused_statistics, dict(mask=mask), temperature, **options)
+    return run(logits, labels, functools.partial(fused_statistics, mask=mask), temperature, **options)
 
 
 def run(
-    logits: DeferredLogits,
-    labels: Tensor,
-    entry: Callable[..., Any],
-    named: dict[str, Any],
-    temperature: float | Tensor,
-    **given: Any,
+    logits: DeferredLogits, labels: Tensor, entry: Callable[..., Any], temperature: float | Tensor = 1.0, **given: Any
 ) -> Any:
-    """``entry``, of :mod:`parallel_lce.run.entry`, with the ``named`` arguments, the ``given`` options and the model's
-    settings. ``labels [b, s]``; ``temperature``: a number or ``[b, s]``. Results of tokens are ``[s, b]``."""
+    """``entry``, of :mod:`parallel_lce.run.entry`, with the ``given`` options and the model's settings. ``labels [b,
+    s]``; ``temperature``: a number or ``[b, s]``. Results of tokens are ``[s, b]``."""
     call: Any = logits.source
     layer, fusion = call.layer, vars(call.layer)[MARK]
     chosen = fusion.settings
@@ -190,6 +190,6 @@ def run(
         of_labels: LabelCount | None = kept_with(labels) if chosen.skip_masked else None
         count = None if of_labels is None else of_labels.of(labels)
         arguments = Options("Megatron's output layer", **options), tensors, layer.tp_group
-        return entry(*arguments, main_grad=main_grad, counted_tokens=count, **named)
+        return entry(*arguments, main_grad=main_grad, counted_tokens=count)
 
     return logits.run(loss)

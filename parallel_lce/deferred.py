@@ -7,7 +7,7 @@ import functools
 import math
 import numbers
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -313,7 +313,7 @@ class DeferredLogits(Tensor):
         """Why the loss must take real logits; None if it need not. A use beside the loss is no reason: ranks may differ
         in that."""
         state = self.state
-        if any(each.state.is_touched() or each._is_moved() for each in self._chain()):
+        if self._is_touched():
             return "an in-place change, a hook or a torch.autograd.Function comes between output layer and loss"
         if state.rows is None:
             return "rows of the logits are selected or moved, and under sequence parallelism this rank has not all rows"
@@ -321,12 +321,10 @@ class DeferredLogits(Tensor):
             return f"the loss takes more than a scale, a soft-cap and a cast: {[_name(f) for f, *_ in state.steps]}"
         return None
 
-    def _chain(self) -> Iterator[DeferredLogits]:
-        """These logits, and those that they are made of."""
-        tensor: DeferredLogits | None = self
-        while tensor is not None:
-            yield tensor
-            tensor = tensor.state.parent
+    def _is_touched(self) -> bool:
+        """Whether a program or a Function has touched these logits, or those that they are made of."""
+        parent = self.state.parent
+        return self.state.is_touched() or self._is_moved() or (parent is not None and parent._is_touched())
 
     def epilogue(self) -> dict[str, float] | None:
         """The steps as the fused functions' ``logit_scale`` and ``logit_softcap``; None if they cannot express them."""
@@ -428,12 +426,12 @@ class DeferredLogits(Tensor):
         is_deferred = type(first) is cls
         if is_deferred and name in _HOOKS:
             return first._hooked(function, name, *args[1:])
+        if is_deferred and name in _PLAIN and first.state.real is None:
+            with DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
         # Also beside real logits, so that a look of one rank alone leaves the loss what it is on the others.
-        if is_deferred and not any(each.state.is_touched() for each in first._chain()):
-            if name in _PLAIN and first.state.real is None:
-                with DisableTorchFunctionSubclass():
-                    return function(*args, **kwargs)
-            if not first._is_moved() and (step := first._recorded(function, name, args[1:], kwargs)) is not None:
+        if is_deferred and not first._is_touched():
+            if (step := first._recorded(function, name, args[1:], kwargs)) is not None:
                 return step
             if (name == "argmax" or (name == "max" and not torch.is_grad_enabled())) and kwargs.keys() <= {"dim"}:
                 if (found := first._largest(name, [*args[1:], *kwargs.values()])) is not None:

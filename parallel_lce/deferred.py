@@ -26,6 +26,7 @@ from parallel_lce.core.private import (
     forbid_address,
     is_flattened,
     outside_graphs,
+    parameters_of,
     pytree,
     saving_without_hooks,
     version,
@@ -68,8 +69,6 @@ class Source:
     operands: tuple[Tensor, ...] = ()
     # within(hidden, loss): loss(hidden, weight, bias) in a call of the layer. None: these are whole outside of it.
     within: Callable[..., Any] | None = None
-    # The layer's own weight, by default `weight`.
-    parameter: Tensor | None = None
     # Makes the hidden states of all rows of those of this rank. None: it has all.
     whole: Callable[[Tensor], Tensor] | None = None
     # Whether the weight was passed to the layer's call.
@@ -79,8 +78,7 @@ class Source:
     events: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.parameter is None:
-            self.parameter = self.weight
+        self.parameter = parameters_of(self.layer).get("weight") if self.weight is None else self.weight
         self.device, self.grad = self.hidden.device, torch.is_grad_enabled()
         self.autocast_dtype = _autocast_dtype(self.device.type)
         given = self.hidden, self.parameter, self.bias, *self.operands

@@ -209,9 +209,8 @@ def _deferred(layer: Any, hidden: Tensor, in_a_call: bool = False) -> DeferredLo
 
         make = of_a_call
     operands = tuple(each for each in (weight, bias) if each is not None)
-    parameter = private.parameters_of(layer).get("weight")
     say = functools.partial(door.say_use, _running.get())
-    source = Source(layer, hidden, weight, bias, make, say, operands, within, parameter)
+    source = Source(layer, hidden, weight, bias, make, say, operands, within)
     entries = layer.out_features if weight is None else len(weight)
     return DeferredLogits.of(source, (*hidden.shape[:-1], entries), dtype)
 

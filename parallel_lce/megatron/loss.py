@@ -134,8 +134,7 @@ def _fused(model: Any, fusion: Fusion, logits: DeferredLogits, labels: Tensor) -
     chosen = fusion.settings
     ignored = NO_LABEL if chosen.skip_masked else None
     if not chosen.token_metrics or fusion.scoring:
-        options = dict(reduction="none", ignore_index=ignored, outside_is_nan=False)
-        return swapped(run(logits, labels, fused_loss, **options))
+        return swapped(run(logits, labels, fused_loss, reduction="none", ignore_index=ignored, outside_is_nan=False))
     smoothing, z_loss = (chosen.label_smoothing, chosen.z_loss) if logits.source.layer.training else (0.0, 0.0)
     found: Any = statistics(logits, labels, argmax=True, mean_logit=smoothing > 0)
     target = as_int64(labels.transpose(0, 1))

@@ -71,8 +71,6 @@ class Source:
     within: Callable[..., Any] | None = None
     # Makes the hidden states of all rows of those of this rank. None: it has all.
     whole: Callable[[Tensor], Tensor] | None = None
-    # Whether the weight was passed to the layer's call.
-    shared: bool = False
     has_loss: bool = False
     # What makes real logits too late.
     events: list[str] = dataclasses.field(default_factory=list)

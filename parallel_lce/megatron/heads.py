@@ -55,10 +55,9 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
         bias = None if self.skip_bias_add else self.bias
         # Its gradient is delivered once, with that of its other uses. Fused accumulation needs the weight itself.
         operands: Any = () if self.gradient_accumulation_fusion else (used,)
-        shared = weight is not None
-        call = Source(
-            self, input_, used, bias, lambda *given: real(*given)[0], say, operands, whole=whole, shared=shared
-        )
+        if operands or weight is not None:  # stock drops the gradient of other uses of the layer's own weight
+            keep_autograd_gradient(used)
+        call = Source(self, input_, used, bias, lambda *given: real(*given)[0], say, operands, whole=whole)
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
         entries = self.output_size if gathers else self.output_size_per_partition
         first, *others, _ = input_.shape

@@ -184,7 +184,7 @@ def run(
     options["temperature"] = temperature if each is None else 1.0
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        main_grad = main_grad_of(weight, layer.gradient_accumulation_fusion, call.shared)
+        main_grad = main_grad_of(weight, layer.gradient_accumulation_fusion)
         tensors = Tensors(hidden, weight, target, bias, temperature=each)
         of_labels: LabelCount | None = kept_with(labels) if chosen.skip_masked else None
         count = None if of_labels is None else of_labels.of(labels)

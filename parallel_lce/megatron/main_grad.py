@@ -20,12 +20,9 @@ def keep_autograd_gradient(weight: Tensor | None) -> None:
         weight.zero_out_wgrad = True  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
 
 
-def main_grad_of(weight: Any, fusion: bool, shared: bool) -> MainGrad | None:
+def main_grad_of(weight: Any, fusion: bool) -> MainGrad | None:
     """The main_grad to which dW is added. None: autograd delivers dW. ``fusion``: gradient_accumulation_fusion
-    of the layer; ``shared``: the weight was passed to it.
-
-    The weight's other uses, such as a tied embedding, give it a gradient by autograd. DDP must add it to main_grad,
-    except where stock drops it: with fusion and the output layer's own weight.
+    of the layer.
 
     With fusion dW is added to the forward's main_grad, which becomes the weight's again; and main_grad need not be
     DDP's. Without fusion dW goes to autograd wherever that makes a difference: if main_grad was replaced since forward,
@@ -35,8 +32,6 @@ def main_grad_of(weight: Any, fusion: bool, shared: bool) -> MainGrad | None:
     tensor, of_ddp = getattr(weight, "main_grad", None), hasattr(weight, "grad_added_to_main_grad")
     if tensor is None or not weight.requires_grad or not (fusion or of_ddp):
         return None
-    if of_ddp and (shared or not fusion):
-        keep_autograd_gradient(weight)
 
     def in_backward(weight_node: Any) -> bool:
         if fusion:

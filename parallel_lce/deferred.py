@@ -186,11 +186,6 @@ class _State:
     def keep(self, real: Tensor) -> None:
         self.real, self.version, self.node = real, version(real), _node(real)
 
-    def is_touched(self) -> bool:
-        """Whether a program has put a hook on the real logits, changed them in place, or made them a leaf."""
-        real = self.real
-        return self.hooked or self.is_changed() or (real is not None and real.requires_grad != self.tracked)
-
     def is_changed(self) -> bool:
         """Whether a program has changed the real logits in place; or, before they were made, what they are made of."""
         real = self.real
@@ -318,9 +313,13 @@ class DeferredLogits(Tensor):
         return None
 
     def _is_touched(self) -> bool:
-        """Whether a program or a Function has touched these logits, or those that they are made of."""
-        parent = self.state.parent
-        return self.state.is_touched() or self._is_moved() or (parent is not None and parent._is_touched())
+        """Whether a program has put a hook on these real logits, changed them in place or made them a leaf, or given
+        them to a Function that moved them; or those that they are made of."""
+        state, parent = self.state, self.state.parent
+        is_another_leaf = state.real is not None and state.real.requires_grad != state.tracked
+        if state.hooked or is_another_leaf or state.is_changed() or self._is_moved():
+            return True
+        return parent is not None and parent._is_touched()
 
     def epilogue(self) -> dict[str, float] | None:
         """The steps as the fused functions' ``logit_scale`` and ``logit_softcap``; None if they cannot express them."""
@@ -368,7 +367,7 @@ class DeferredLogits(Tensor):
         if state.real is None:
             state.keep(self._made(use))
             if parent is not None:
-                state.hooked, state.changed = parent.state.is_touched(), parent.state.is_changed()
+                state.hooked, state.changed = parent._is_touched(), parent.state.is_changed()
             self._place()
             real: Any = state.real
             for hook in state.output_hooks if real.requires_grad else ():

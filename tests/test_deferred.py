@@ -280,7 +280,7 @@ def test_too_late_is_said(event):
     assert torch.equal(made.sum(), expected)  # made before
     assert torch.equal(made[:, 1:].argmax(-1), made.real("a test")[:, 1:].argmax(-1))
     made.untyped_storage().resize_(0)  # its memory is not read again
-    assert made.state.is_touched()
+    assert made._is_touched()
 
 
 def test_a_hook_after_the_loss_is_refused_but_for_fsdps():

@@ -6,15 +6,13 @@ from random import Random
 
 import pytest
 
-from parallel_lce.core.plan import DEFAULT_BUDGET, GATHERED_BYTES, SMALLEST_BLOCK, GradientTraits, Problem
+from parallel_lce.core.plan import DEFAULT_BUDGET, GATHERED_BYTES, SMALLEST_BLOCK, Needs, Problem
 from parallel_lce.core.plan import plan as plan_of
 from parallel_lce.kernels.tuning import FLOPS_PER_BYTE
 
 MiB = 1 << 20
 
-FP32 = GradientTraits(hidden=True, weight=True, hidden_fp32=True, weight_fp32=True, weight_new=True)
-BF16 = replace(FP32, hidden_fp32=False, weight_fp32=False)
-MAIN_GRAD = replace(BF16, weight_fp32=True)
+ALL = Needs(hidden=True, weight=True, bias=False)
 
 
 def plan(*numbers, **others):
@@ -30,8 +28,7 @@ def drawn(number: int) -> dict:
         return random.randrange(random.choice(ends))
 
     ranks, itemsize = random.randint(1, 8), random.choice([2, 4, 8])
-    sp_size, fp32 = random.choice([1, ranks]), itemsize > 2
-    traits = [random.random() < 0.5 for _ in range(4)]
+    sp_size = random.choice([1, ranks])
     rows, shard_rows, hidden_size = sp_size * upto(70, 20000), 1 + upto(100, 200_000), 1 + upto(8192)
     # Of all logits, and of the gathered hidden states beside them, to the byte.
     edge = rows * itemsize * (shard_rows + random.choice([0, hidden_size])) + random.randint(-1, 1)
@@ -43,7 +40,8 @@ def drawn(number: int) -> dict:
         budget=random.choice([0, upto(4 * DEFAULT_BUDGET), max(0, edge)]),
         sp_size=sp_size,
         ranks=ranks,
-        gradients=GradientTraits(*traits[:2], fp32, fp32 or traits[2], traits[3]) if random.random() < 0.8 else None,
+        needs=Needs(*[random.random() < 0.7 for _ in range(3)]),
+        main_grad=random.choice([0, 2, 4]),
         savable=random.random() < 0.5,
         accumulable=random.random() < 0.5,
         flops_per_byte=random.choice([0, 8, 230]),
@@ -60,9 +58,9 @@ def assert_tiled(call: dict, blocks) -> None:
 
 def assert_within_budget(call: dict) -> None:
     """All is saved if it fits, else as much as fits. Blocks are few for their bytes, of 128s of rows but the last."""
-    found, gradients = plan(**call), call["gradients"]
+    found, needs, main_grad = plan(**call), call["needs"], call["main_grad"]
     blocks, savable = list(found.blocks), call.get("savable", True)
-    if gradients is None:
+    if not any(needs):
         assert not blocks and not found.accumulate and not found.hidden_bytes, "an evaluation has no backward"
         return
     assert_tiled(call, blocks)
@@ -83,8 +81,8 @@ def assert_within_budget(call: dict) -> None:
         # The next block is projected while the last one waits for the other ranks' partials. Neither they, nor an fp32
         # dW, take more than saving everything and dW would.
         alive = (2 if call["ranks"] > 1 else 1) * max(sizes) * row
-        dw = call["shard_rows"] * call["hidden_size"] * gradients.weight
-        assert alive + dw * max(4, call["itemsize"]) <= whole + dw * call["itemsize"] * gradients.weight_new
+        dw = call["shard_rows"] * call["hidden_size"] * needs.weight
+        assert alive + dw * max(4, call["itemsize"]) <= whole + dw * call["itemsize"] * (not main_grad)
         assert max(sizes) == 1 or alive <= max(call["budget"], SMALLEST_BLOCK)
     else:
         room = max(0, call["budget"] - found.scratch_bytes) if savable else 0
@@ -100,18 +98,18 @@ def assert_within_budget(call: dict) -> None:
         assert all(even <= size < even + 128 and (size % 128 == 0 or size == even) for size in sizes[:-1])
 
 
-AXIS = dict(tokens=1024, shard_rows=128256, hidden_size=4096, itemsize=2, budget=0, ranks=2, gradients=BF16)
-ONE = AXIS | dict(tokens=8192, budget=512 * MiB, ranks=1, gradients=MAIN_GRAD)
+AXIS = dict(tokens=1024, shard_rows=128256, hidden_size=4096, itemsize=2, budget=0, ranks=2, needs=ALL)
+ONE = AXIS | dict(tokens=8192, budget=512 * MiB, ranks=1, main_grad=4)
 # A GiB of exponentials, of which a block of 4096 tokens and an fp32 dW are exactly two blocks and a bf16 dW.
-HEAD = dict(tokens=8192, shard_rows=128256, hidden_size=4096, itemsize=2, budget=DEFAULT_BUDGET, gradients=BF16)
-SMALL = dict(tokens=8192, shard_rows=32768, hidden_size=2048, itemsize=2, budget=0, gradients=BF16)
-LONG = dict(tokens=1 << 16, shard_rows=32768, hidden_size=512, itemsize=4, budget=0, gradients=FP32)
+HEAD = dict(tokens=8192, shard_rows=128256, hidden_size=4096, itemsize=2, budget=DEFAULT_BUDGET, needs=ALL)
+SMALL = dict(tokens=8192, shard_rows=32768, hidden_size=2048, itemsize=2, budget=0, needs=ALL)
+LONG = dict(tokens=1 << 16, shard_rows=32768, hidden_size=512, itemsize=4, budget=0, needs=ALL)
 # What is chosen, of a call and what changes of it, and whether that is so.
 CHOICES = [
     ("by vocabulary", AXIS, {}, True),
     ("by vocabulary", AXIS, dict(tokens=65536, shard_rows=4096), False),
     # Blocks of 8192 tokens take as long, and less memory where an fp32 dW, or main_grad, costs nothing.
-    ("by vocabulary", AXIS, dict(tokens=16384, gradients=MAIN_GRAD), False),
+    ("by vocabulary", AXIS, dict(tokens=16384, main_grad=4), False),
     ("by vocabulary", AXIS, dict(tokens=128256 + 8192), True),
     ("by vocabulary", AXIS, dict(tokens=128256 + 8193), False),
     # Slices of the vocabulary add to each row of an fp32 main_grad once, blocks of rows each time.
@@ -123,7 +121,7 @@ CHOICES = [
     ("accumulate", HEAD, {}, True),
     ("accumulate", HEAD, dict(hidden_size=4097), False),
     # Saving then allocates no dW, and the fp32 dW of accumulating has to be paid by the logits alone.
-    ("accumulate", HEAD, dict(gradients=replace(BF16, weight_new=False)), False),
+    ("accumulate", HEAD, dict(main_grad=2), False),
     ("accumulate", SMALL, dict(hidden_size=4800), False),  # an fp32 dW alone is larger than all logits
     # Adding to an fp32 dW costs the same whatever the rows of a block are.
     ("accumulate", LONG, dict(flops_per_byte=100), True),
@@ -138,8 +136,8 @@ def test_the_fastest_way_is_chosen_and_of_equals_the_smallest(name, call, change
 
 
 ACCUMULATED = dict(tokens=4096, shard_rows=10000, hidden_size=8, itemsize=4, budget=80 * MiB, ranks=2, sp_size=1)
-ACCUMULATED |= dict(gradients=FP32, accumulable=True)
-EIGHT = dict(tokens=4096, shard_rows=16384, hidden_size=1024, itemsize=2, sp_size=8, ranks=8, gradients=BF16)
+ACCUMULATED |= dict(needs=ALL, accumulable=True)
+EIGHT = dict(tokens=4096, shard_rows=16384, hidden_size=1024, itemsize=2, sp_size=8, ranks=8, needs=ALL)
 SAVED = EIGHT | dict(budget=136 * MiB)  # with the gathered hidden states, to the byte
 LIMITED = [
     (ACCUMULATED, 9000, 10000),
@@ -152,7 +150,7 @@ LIMITED = [
 def test_a_larger_shard_than_the_plan_s_saves_what_fits(call, shard_rows, saved):
     """Nothing collective changes: under sequence parallelism each block of the forward is a collective, too."""
     found = plan(**call)
-    limited = found.limited(shard_rows, call["itemsize"], call["sp_size"])
+    limited = found.limited(shard_rows)
     assert limited.saved == saved and replace(limited, saved=found.saved) == found
     starts = [[b.start for b in some.forward_blocks] for some in (found, limited)]
     assert starts[0] == starts[1]
@@ -182,7 +180,7 @@ def assert_few_are_gathered(call: dict) -> None:
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_codes_are_saved_where_exponentials_do_not_fit(ranks):
     """bf16 exponentials if they fit, else codes if they do, also in part; bf16 where most of them fit."""
-    numbers = dict(hidden_size=4096, itemsize=2, ranks=ranks, gradients=BF16, codable=True, reuses_saved=True)
+    numbers = dict(hidden_size=4096, itemsize=2, ranks=ranks, needs=ALL, codable=True, reuses_saved=True)
     call = partial(plan, 8192, 128256 // ranks, **numbers)
     whole = 2 * 8192 * (128256 // ranks)
     kept, coded, some, most = (
@@ -194,7 +192,7 @@ def test_codes_are_saved_where_exponentials_do_not_fit(ranks):
     assert not most.codes and most.saved < 128256 // ranks
     assert not replace(call(budget=whole // 2 + SMALLEST_BLOCK, codable=False)).codes
     for rows in (128256 * 17 // (16 * ranks), 2 * 128256 // ranks):
-        assert coded.limited(rows, 2, 1).saved * 8192 + coded.scratch_bytes <= coded.block_bytes
+        assert coded.limited(rows).saved * 8192 + coded.scratch_bytes <= coded.block_bytes
 
 
 def test_a_plan_keeps_to_its_budget_and_gathers_few_hidden_states_at_once():

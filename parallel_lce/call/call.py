@@ -24,7 +24,7 @@ from parallel_lce.core.logit_map import LogitMap, Projection
 from parallel_lce.core.memory import with_aligned_rows
 from parallel_lce.core.options import Options, Tensors, Wanted
 from parallel_lce.core.partials import Columns, Merged
-from parallel_lce.core.plan import Block, Plan
+from parallel_lce.core.plan import Block, Needs, Plan
 from parallel_lce.core.selection import Selection
 
 
@@ -131,14 +131,6 @@ class Call(NamedTuple):
         """The targets ``[N]`` relative to the shard's first id. Targets of other shards lie outside ``[0, rows)``."""
         start, target = self.shard.start, self.target
         return target if target is None or start == 0 else target - start
-
-
-class Needs(NamedTuple):
-    """Whether a backward must produce the gradient of each input."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
 
 
 Inputs = tuple[Tensor, Tensor, Tensor | None]

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from parallel_lce.backends import backend_of
 from parallel_lce.core.collectives import NCCL_ALONE, Layout, Shard, all_gather
+from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors, agreed
-from parallel_lce.core.plan import GradientTraits, default_budget
+from parallel_lce.core.plan import Needs, default_budget
 
 # Calls in debug mode so far, by the group. Names of groups are used again.
 _CALLS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
@@ -120,7 +121,7 @@ def agree(
     return shards
 
 
-def check_together(options: Options, tensors: Tensors, layout: Layout, gradients: GradientTraits | None) -> int:
+def check_together(options: Options, tensors: Tensors, layout: Layout, needs: Needs, main_grad: MainGrad | None) -> int:
     """Debug mode: raise ``ValueError`` unless all ranks make the same call. Returns V."""
     if state.vocab_size is not None:
         vocab_size, state.vocab_size = state.vocab_size, None
@@ -136,7 +137,7 @@ def check_together(options: Options, tensors: Tensors, layout: Layout, gradients
             "hidden size": hidden.shape[-1],
             "dtype": hidden.dtype,
             "linear_bias given": tensors.linear_bias is not None,
-            "gradients": gradients,
+            "gradients": (needs, main_grad and main_grad.tensor.dtype) if any(needs) else None,
             "backend": backend_of(weight).NAME,
         }
         # The numbers of each token take the place of an option's one.

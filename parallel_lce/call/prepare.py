@@ -19,7 +19,7 @@ from torch import Tensor
 from parallel_lce.backends import VARIABLE, backend_of
 from parallel_lce.backends.interface import Backend
 from parallel_lce.call import debug
-from parallel_lce.call.call import Call, Inputs, Needs, features_of
+from parallel_lce.call.call import Call, Inputs, features_of
 from parallel_lce.call.checks import check_target, check_tensors, known_vocab_size
 from parallel_lce.core.collectives import Layout, Shard, digest_of
 from parallel_lce.core.grad_buffers import MainGrad
@@ -27,15 +27,7 @@ from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.memory import in_memory, out_of_inference
 from parallel_lce.core.options import Options, Tensors, agreed, as_int64, check_options, with_floats
 from parallel_lce.core.partials import accumulation_dtype
-from parallel_lce.core.plan import (
-    BUDGET_VARIABLE,
-    GradientTraits,
-    Plan,
-    Problem,
-    default_budget,
-    plan,
-    shared_shard_rows,
-)
+from parallel_lce.core.plan import BUDGET_VARIABLE, Needs, Plan, Problem, default_budget, plan, shared_shard_rows
 from parallel_lce.core.private import in_forward_mode, outside_selective_checkpoints
 from parallel_lce.core.selection import Selection
 
@@ -141,12 +133,12 @@ def _planned(
 ) -> Call:
     """A planned call without its tensors. ``options``: checked."""
     weight = tensors.linear_weight
-    backend, gradients = backend_of(weight), gradients_of(tensors, main_grad, needs)
+    backend = backend_of(weight)
     if options.logits_budget is None:
         options = options._replace(logits_budget=default_budget(weight.device))
     number = None
     if debug.enabled():
-        vocab_size = debug.check_together(options, tensors, layout, gradients)
+        vocab_size = debug.check_together(options, tensors, layout, needs, main_grad)
         check_target(options, as_int64(tensors.target), vocab_size, layout)
         number = debug.next_call(layout)
     shard = Shard.of(weight.shape[0], layout, options.vocab_start, options.vocab_size)
@@ -164,7 +156,7 @@ def _planned(
         features=tuple([kind() for kind in features_of(options, tensors)]),
         number=number,
     )
-    return call._replace(plan=_plan(call, tensors, layout, gradients))
+    return call._replace(plan=_plan(call, tensors, layout, main_grad))
 
 
 def digest(options: Options, tensors: Tensors, shape: torch.Size) -> int:
@@ -200,30 +192,14 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
     return call, (hidden, weight, bias)
 
 
-def gradients_of(tensors: Tensors, main_grad: MainGrad | None, needs: Needs) -> GradientTraits | None:
-    """The gradients that the backward must form; None: there is no backward."""
-    if not any(needs):
-        return None
-    hidden, weight = tensors.input, tensors.linear_weight
-    sum_dtype = accumulation_dtype(weight.dtype)
-    return GradientTraits(
-        hidden=needs.hidden,
-        weight=needs.weight,
-        hidden_fp32=hidden.dtype == sum_dtype,
-        weight_fp32=(weight if main_grad is None else main_grad.tensor).dtype == sum_dtype,
-        weight_new=main_grad is None,
-        bias=needs.bias,
-    )
-
-
-def _plan(call: Call, tensors: Tensors, layout: Layout, gradients: GradientTraits | None) -> Plan:
+def _plan(call: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None) -> Plan:
     """The plan of a call without its tensors."""
     options, backend, shard, dtype = call.options, call.backend, call.shard, tensors.linear_weight.dtype
     # Accumulation needs token weights without a gradient and, on several ranks, the same blocks on each. It writes dX
     # before the upstream gradient, and with it the loss scale of fp16, is known.
     accumulable = (
         options.reduction in ("mean", "sum")
-        and (gradients is None or gradients.weight_new)
+        and main_grad is None
         and (options.vocab_start is None or options.vocab_size is not None or layout.ranks == 1)
         and dtype != torch.float16
     )
@@ -239,14 +215,15 @@ def _plan(call: Call, tensors: Tensors, layout: Layout, gradients: GradientTrait
         budget=options.logits_budget or 0,
         sp_size=layout.sp_size,
         ranks=layout.ranks,
-        gradients=gradients,
+        needs=call.needs,
+        main_grad=0 if main_grad is None else main_grad.tensor.itemsize,
         savable=_savable(options, tensors, backend),
         codable=codable,
         accumulable=accumulable,
         flops_per_byte=backend.FLOPS_PER_BYTE,
         reuses_saved=backend.REUSES_SAVED,
     )
-    return plan(problem).limited(shard.real_rows, dtype.itemsize, layout.sp_size)
+    return plan(problem).limited(shard.real_rows)
 
 
 def _savable(options: Options, tensors: Tensors, backend: Backend) -> bool:

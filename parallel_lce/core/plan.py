@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -94,90 +94,12 @@ class Block:
     saved: int
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The blocks of a call and the memory of its backward. Rows of tokens are counted per part."""
-
-    part_rows: int
-    # Rows of the first block, which saves the exponentials of ``saved`` vocabulary rows; 0: there is no such block.
-    first_rows: int
-    # Most rows of the other blocks; 0: there are no blocks, since there is no backward.
-    block_rows: int
-    # Vocabulary rows whose exponentials the first block saves or, accumulating, every block.
-    saved: int
-    # Vocabulary rows per rank that the plan assumes, the same on all ranks.
-    shard_rows: int
-    # Bytes that the exponentials of one block may take.
-    block_bytes: int
-    # Bytes of logits-shaped scratch memory beside the saved exponentials.
-    scratch_bytes: int
-    # Most rows of a forward's block that saves nothing.
-    gathered_rows: int
-    # Whether gradients are formed in forward, block by block.
-    accumulate: bool = False
-    # Bytes of the only block's gathered hidden states; 0: they are not saved.
-    hidden_bytes: int = 0
-    # Whether exponentials are saved as codes of one byte.
-    codes: bool = False
-
-    @cached_property
-    def blocks(self) -> tuple[Block, ...]:
-        """The backward's blocks; the forward's too, if gradients are accumulated."""
-        if not self.block_rows:
-            return ()
-        first = [Block(0, self.first_rows, self.saved)] if self.first_rows else []
-        saved = self.saved if self.accumulate else 0
-        return *first, *_cut(self.first_rows, self.part_rows, self.block_rows, saved)
-
-    @cached_property
-    def forward_blocks(self) -> tuple[Block, ...]:
-        """The forward's blocks. The block that saves exponentials is the backward's first. The other rows are cut only
-        where gathered hidden states would exceed :data:`GATHERED_BYTES`."""
-        if self.accumulate:
-            return self.blocks
-        # Decided by ``first_rows``, which all ranks share, not by ``saved``, which :meth:`limited` may lower on this
-        # rank.
-        first = self.blocks[:1] if self.first_rows else ()
-        return *first, *_cut(self.first_rows, self.part_rows, self.gathered_rows)
-
-    def limited(self, shard_rows: int, itemsize: int, sp_size: int) -> Plan:
-        """The plan of this rank, whose shard has ``shard_rows`` real rows. An uneven shard may have more rows than the
-        plan assumed. The rank then saves the exponentials of as many as fit, and recomputes the rest. Blocks and
-        collectives do not change."""
-        size = balanced(self.part_rows, self.block_rows) if self.accumulate else self.first_rows
-        if shard_rows <= self.shard_rows or self.saved < self.shard_rows or size == 0:
-            return self
-        entry = sp_size * size * (1 if self.codes else itemsize)
-        room = self.block_bytes - self.hidden_bytes
-        recomputes = self.first_rows < self.part_rows or shard_rows * entry > room
-        if self.codes or (recomputes and not self.accumulate):  # codes are always decoded into scratch memory
-            room -= self.scratch_bytes
-        return replace(self, saved=min(shard_rows, max(0, room) // entry))
-
-
-@dataclass(frozen=True)
-class GradientTraits:
-    """Which gradients the backward must form, and where they are summed."""
+class Needs(NamedTuple):
+    """Whether a backward must produce the gradient of each input."""
 
     hidden: bool
     weight: bool
-    # The hidden states are fp32 (or fp64), so dX itself holds the sum.
-    hidden_fp32: bool
-    # dW is delivered in fp32 (or fp64), in a tensor that can hold the sum.
-    weight_fp32: bool
-    # dW is a new tensor; False: it is added to a main_grad.
-    weight_new: bool
-    # No plan depends on it, but all ranks form it or none.
-    bias: bool = False
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    plan: Plan
-    # From :func:`_time`
-    time: float
-    # Bytes of the fp32 accumulator of dW or dX that this candidate needs and others do not.
-    accumulator: int = 0
+    bias: bool
 
 
 @dataclass(frozen=True)
@@ -198,8 +120,10 @@ class Problem:
     sp_size: int = 1
     # P
     ranks: int = 1
-    # None: evaluation.
-    gradients: GradientTraits | None = None
+    # All False: evaluation.
+    needs: Needs = Needs(False, False, False)
+    # Bytes of an element of the main_grad to which dW is added; 0: dW is a new tensor.
+    main_grad: int = 0
     # Whether the backward can work from saved exponentials.
     savable: bool = True
     # Whether exponentials may be saved as codes of one byte.
@@ -221,6 +145,16 @@ class Problem:
         return max(1, self.shard_rows * self.itemsize)
 
     @property
+    def entry_bytes(self) -> int:
+        """Bytes of the exponentials of one vocabulary entry."""
+        return max(1, self.tokens * self.itemsize)
+
+    @property
+    def sum_itemsize(self) -> int:
+        """Bytes of a number of a sum: of fp32, or of fp64 for fp64."""
+        return max(4, self.itemsize)
+
+    @property
     def gathered_bytes(self) -> int:
         """Bytes of all gathered hidden states."""
         return self.tokens * self.hidden_size * self.itemsize if self.sp_size > 1 else 0
@@ -231,10 +165,25 @@ class Problem:
         return 0 if reuses else SMALLEST_BLOCK
 
     @property
+    def dx_is_sum(self) -> bool:
+        """Whether dX itself can hold the sum, in fp32 (or fp64), or is not needed."""
+        return self.itemsize == self.sum_itemsize or not self.needs.hidden
+
+    @property
+    def dw_is_sum(self) -> bool:
+        """Whether dW itself, or main_grad, can hold the sum, or is not needed."""
+        return (self.main_grad or self.itemsize) == self.sum_itemsize or not self.needs.weight
+
+    @property
     def dw_sum(self) -> int:
         """Bytes of an fp32 dW."""
-        needed = self.gradients is not None and self.gradients.weight
-        return self.shard_rows * self.hidden_size * max(4, self.itemsize) if needed else 0
+        return self.shard_rows * self.hidden_size * self.sum_itemsize if self.needs.weight else 0
+
+    @property
+    def dx_sum(self) -> int:
+        """Bytes of an fp32 sum of dX over slices of all rows. If dX is reduced in fp32, the reduction's buffer is that
+        sum. Under sequence parallelism one block of all rows also gathers every hidden state and holds the whole dX."""
+        return (0 if self.dx_is_sum else self.tokens * self.hidden_size * 4) + 2 * self.gathered_bytes
 
     @property
     def room(self) -> int:
@@ -245,52 +194,114 @@ class Problem:
         """Rows per part of a block whose exponentials take ``nbytes``."""
         return nbytes // (self.row_bytes * self.sp_size)
 
-    def plan(self, **fields) -> Plan:
-        """A plan with these fields. The other fields get defaults."""
-        gathered_rows = max(1, self.part_rows)
-        if self.sp_size > 1:
-            gathered_rows = max(1, GATHERED_BYTES // max(1, self.sp_size * self.hidden_size * self.itemsize))
-        usual: dict[str, Any] = dict(
-            part_rows=self.part_rows,
-            shard_rows=self.shard_rows,
-            gathered_rows=gathered_rows,
-            block_bytes=self.budget,
-            scratch_bytes=self.scratch,
-        )
-        return Plan(**usual | fields)
+    def plan(self, first_rows: int = 0, saved: int = 0, block_rows: int = 1, **others: Any) -> Plan:
+        """A plan with these fields. The other fields have defaults."""
+        usual: dict[str, Any] = dict(block_bytes=self.budget, scratch_bytes=self.scratch)
+        return Plan(self, first_rows, saved, block_rows, **usual | others)
 
 
-def _time(
-    p: Problem, gradients: GradientTraits, recomputed: float, pieces: int, slices: int, decoded: int = 0
-) -> float:
-    """Estimated time of a call, in flops of its matrix products.
+@dataclass(frozen=True)
+class Plan:
+    """The blocks of a call and the memory of its backward. Rows of tokens are counted per part."""
 
-    ``recomputed``: the share of the logits that is projected again. ``pieces``: how many parts of the rows are added to
-    dW one after another. ``slices``: how many parts of the vocabulary are added to dX. Each but the first reads and
-    writes an fp32 sum. A sum that is not the result itself is then read and rounded. ``decoded``: entries whose code is
-    read, and whose gradient is written.
-    """
+    problem: Problem
+    # Rows of the first block, which saves the exponentials of ``saved`` vocabulary rows; 0: there is no such block.
+    first_rows: int
+    # Vocabulary rows whose exponentials the first block saves or, accumulating, every block.
+    saved: int
+    # Most rows of the other blocks; 0: there are no blocks, since there is no backward.
+    block_rows: int
+    # Bytes that the exponentials of one block may take.
+    block_bytes: int
+    # Bytes of logits-shaped scratch memory beside the saved exponentials.
+    scratch_bytes: int
+    # Whether gradients are formed in forward, block by block.
+    accumulate: bool = False
+    # Bytes of the only block's gathered hidden states; 0: they are not saved.
+    hidden_bytes: int = 0
+    # Whether exponentials are saved as codes of one byte.
+    codes: bool = False
 
-    def traffic(elements: int, parts: int, is_result: bool) -> int:
-        return elements * (8 * (parts - 1) + (0 if is_result or parts == 1 else 6)) if parts else 0
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The backward's blocks; the forward's too, if gradients are accumulated."""
+        if not self.block_rows:
+            return ()
+        first = [Block(0, self.first_rows, self.saved)] if self.first_rows else []
+        saved = self.saved if self.accumulate else 0
+        return *first, *_cut(self.first_rows, self.problem.part_rows, self.block_rows, saved)
 
-    products = 2 * p.tokens * p.shard_rows * p.hidden_size * (1 + gradients.hidden + gradients.weight + recomputed)
-    of_dw = traffic(p.shard_rows * p.hidden_size, pieces, gradients.weight_fp32) if gradients.weight else 0
-    of_dx = traffic(p.tokens * p.hidden_size, slices, gradients.hidden_fp32) if gradients.hidden else 0
-    return products + p.flops_per_byte * (of_dw + of_dx + decoded * (1 + p.itemsize))
+    @cached_property
+    def forward_blocks(self) -> tuple[Block, ...]:
+        """The forward's blocks. The block that saves exponentials is the backward's first. The other rows are cut only
+        where gathered hidden states would exceed :data:`GATHERED_BYTES`."""
+        if self.accumulate:
+            return self.blocks
+        p = self.problem
+        # Decided by ``first_rows``, which all ranks share, not by ``saved``, which :meth:`limited` may lower on this
+        # rank.
+        first = self.blocks[:1] if self.first_rows else ()
+        most = p.part_rows if p.sp_size == 1 else GATHERED_BYTES // max(1, p.sp_size * p.hidden_size * p.itemsize)
+        return *first, *_cut(self.first_rows, p.part_rows, max(1, most))
+
+    def limited(self, shard_rows: int) -> Plan:
+        """The plan of this rank, whose shard has ``shard_rows`` real rows. An uneven shard may have more rows than the
+        plan assumed. The rank then saves the exponentials of as many as fit, and recomputes the rest. Blocks and
+        collectives do not change."""
+        p = self.problem
+        size = balanced(p.part_rows, self.block_rows) if self.accumulate else self.first_rows
+        if shard_rows <= p.shard_rows or self.saved < p.shard_rows or size == 0:
+            return self
+        entry = p.sp_size * size * (1 if self.codes else p.itemsize)
+        room = self.block_bytes - self.hidden_bytes
+        recomputes = self.first_rows < p.part_rows or shard_rows * entry > room
+        if self.codes or (recomputes and not self.accumulate):  # codes are always decoded into scratch memory
+            room -= self.scratch_bytes
+        return replace(self, saved=min(shard_rows, max(0, room) // entry))
 
 
-def _save(p: Problem, gradients: GradientTraits) -> _Candidate | None:
+@dataclass(frozen=True)
+class _Candidate:
+    plan: Plan
+    # Parts of the rows that are added to dW one after another; 0: the blocks.
+    pieces: int = 0
+    # Parts of the vocabulary that are added to dX.
+    slices: int = 1
+    # Bytes of the fp32 accumulator of dW or dX that this candidate needs and others do not.
+    accumulator: int = 0
+
+    @cached_property
+    def time(self) -> float:
+        """Estimated time of the call, in flops of its matrix products. Each part but the first reads and writes an fp32
+        sum. A sum that is not the result itself is then read and rounded. Of each code that is decoded, a gradient is
+        written."""
+
+        def traffic(elements: int, parts: int, is_result: bool) -> int:
+            return elements * (8 * (parts - 1) + (0 if is_result or parts == 1 else 6)) if parts else 0
+
+        plan, p = self.plan, self.plan.problem
+        share = 1 if plan.accumulate else plan.first_rows / max(1, p.part_rows)
+        recomputed = 1 - share * min(1, plan.saved / max(1, p.shard_rows))
+        products = 1 + p.needs.hidden + p.needs.weight + recomputed
+        decoded = p.tokens * plan.saved if plan.codes else 0
+        nbytes = decoded * (1 + p.itemsize)
+        if p.needs.weight:
+            nbytes += traffic(p.shard_rows * p.hidden_size, self.pieces or len(plan.blocks), p.dw_is_sum)
+        if p.needs.hidden:
+            nbytes += traffic(p.tokens * p.hidden_size, self.slices, p.dx_is_sum)
+        return 2 * p.tokens * p.shard_rows * p.hidden_size * products + p.flops_per_byte * nbytes
+
+
+def _save(p: Problem) -> _Candidate | None:
     """Save every exponential; and the gathered hidden states, if they fit beside them."""
-    rows, left = p.part_rows, p.budget - p.tokens * p.row_bytes
+    left = p.budget - p.tokens * p.row_bytes
     if not p.savable or left < 0:
         return None
     hidden_bytes = p.gathered_bytes if p.gathered_bytes <= left else 0
-    planned = p.plan(first_rows=rows, block_rows=max(1, rows), saved=p.shard_rows, hidden_bytes=hidden_bytes)
-    return _Candidate(planned, _time(p, gradients, 0, 1, 1))
+    return _Candidate(p.plan(first_rows=p.part_rows, saved=p.shard_rows, hidden_bytes=hidden_bytes))
 
 
-def _accumulate(p: Problem, gradients: GradientTraits) -> _Candidate | None:
+def _accumulate(p: Problem) -> _Candidate | None:
     """Form gradients in forward, in blocks of the budget. Possible if that needs no more memory than saving
     everything."""
     whole = p.tokens * p.row_bytes
@@ -299,22 +310,16 @@ def _accumulate(p: Problem, gradients: GradientTraits) -> _Candidate | None:
     block_bytes = max(p.budget, SMALLEST_BLOCK) // alive
     block_rows = max(1, p.rows_in(block_bytes))
     block_tokens = p.sp_size * min(balanced(p.part_rows, block_rows), p.part_rows)
-    dw_new = p.shard_rows * p.hidden_size * p.itemsize if gradients.weight and gradients.weight_new else 0
+    dw_new = p.shard_rows * p.hidden_size * p.itemsize if p.needs.weight and not p.main_grad else 0
     fits = alive * block_tokens * p.row_bytes + p.dw_sum <= whole + dw_new and p.dw_sum <= whole
     if not (p.accumulable and p.savable and fits):
         return None
-    planned = p.plan(
-        first_rows=0,
-        block_rows=block_rows,
-        saved=p.shard_rows,
-        accumulate=True,
-        block_bytes=block_bytes,
-        scratch_bytes=SMALLEST_BLOCK,
-    )
-    return _Candidate(planned, _time(p, gradients, 0, len(planned.blocks), 1), p.dw_sum)
+    memory = dict(block_bytes=block_bytes, scratch_bytes=SMALLEST_BLOCK)
+    planned = p.plan(saved=p.shard_rows, block_rows=block_rows, accumulate=True, **memory)
+    return _Candidate(planned, accumulator=p.dw_sum)
 
 
-def _recompute_by_rows(p: Problem, gradients: GradientTraits, long: bool = False) -> _Candidate | None:
+def _recompute_by_rows(p: Problem, long: bool = False) -> _Candidate | None:
     """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW.
 
     ``long``: save nothing. Blocks have so many tokens that only :data:`LONG_SLICE` entries of them fit the working
@@ -326,70 +331,53 @@ def _recompute_by_rows(p: Problem, gradients: GradientTraits, long: bool = False
         slices = -(-p.shard_rows // LONG_SLICE)
         if p.part_rows <= block_rows:
             return None
-    planned = p.plan(first_rows=first_rows, block_rows=block_rows, saved=p.shard_rows if first_rows else 0)
-    sums = p.dw_sum if len(planned.blocks) > 1 and not gradients.weight_fp32 else 0
-    if slices > 1 and gradients.hidden and not gradients.hidden_fp32:
+    planned = p.plan(first_rows, p.shard_rows if first_rows else 0, block_rows)
+    sums = p.dw_sum if len(planned.blocks) > 1 and not p.dw_is_sum else 0
+    if slices > 1 and not p.dx_is_sum:
         sums += min(p.tokens, p.sp_size * block_rows) * p.hidden_size * 4
-    time = _time(p, gradients, 1 - first_rows / max(1, p.part_rows), len(planned.blocks), slices)
-    return _Candidate(planned, time, sums)
+    return _Candidate(planned, slices=slices, accumulator=sums)
 
 
-def _recompute_by_vocabulary(p: Problem, gradients: GradientTraits) -> _Candidate:
+def _recompute_by_vocabulary(p: Problem) -> _Candidate:
     """Save some vocabulary rows for all tokens. The others are recomputed slice by slice, and add to an fp32 dX."""
-    row = max(1, p.tokens * p.itemsize)
-    saved = p.room // row
-    planned = p.plan(first_rows=p.part_rows, block_rows=max(1, p.part_rows), saved=saved)
-    pieces, slices = _cut_by_vocabulary(p, max(saved * row, SMALLEST_BLOCK), whole=saved > 0)
-    time = _time(p, gradients, 1 - min(1, saved / max(1, p.shard_rows)), pieces, slices)
-    return _Candidate(planned, time, _dx_sum(p, gradients))
-
-
-def _dx_sum(p: Problem, gradients: GradientTraits) -> int:
-    """Bytes of an fp32 sum of dX over slices of all rows. If dX is reduced in fp32, the reduction's buffer is that sum.
-    Under sequence parallelism one block of all rows also gathers every hidden state and holds the whole dX."""
-    dx_sum = p.tokens * p.hidden_size * 4 if gradients.hidden and not gradients.hidden_fp32 else 0
-    return dx_sum + (2 * p.gathered_bytes if p.sp_size > 1 else 0)
+    saved = p.room // p.entry_bytes
+    pieces, slices = _cut_by_vocabulary(p, max(saved * p.entry_bytes, SMALLEST_BLOCK), whole=saved > 0)
+    return _Candidate(p.plan(p.part_rows, saved), pieces, slices, p.dx_sum)
 
 
 def _cut_by_vocabulary(p: Problem, scratch: int, whole: bool = False) -> tuple[int, int]:
     """Pieces of the rows, and slices of the vocabulary, that are formed in ``scratch`` bytes one after another.
     ``whole``: the rows stay together."""
-    row = max(1, p.tokens * p.itemsize)
-    entries, pieces = scratch // row, 1
+    entries, pieces = scratch // p.entry_bytes, 1
     if entries < LONG_SLICE and not whole:
-        entries, pieces = LONG_SLICE, -(-row * LONG_SLICE // scratch)
+        entries, pieces = LONG_SLICE, -(-p.entry_bytes * LONG_SLICE // scratch)
     return pieces, -(-p.shard_rows // entries)
 
 
-def _code(p: Problem, gradients: GradientTraits) -> _Candidate | None:
+def _code(p: Problem) -> _Candidate | None:
     """Save the exponentials of as many vocabulary rows as fit, in codes of one byte. Slices of all rows are decoded, or
     recomputed, into scratch memory, and add to an fp32 dX."""
-    row = max(1, p.tokens * p.itemsize)
     left = p.budget - p.tokens * p.shard_rows
-    scratch = max(SMALLEST_BLOCK, min(LONG_SLICE * row, max(left, p.budget // 8)))
+    scratch = max(SMALLEST_BLOCK, min(LONG_SLICE * p.entry_bytes, max(left, p.budget // 8)))
     saved = min(p.shard_rows, (p.budget - scratch) // max(1, p.tokens))
     if not p.codable or saved <= 0:
         return None
-    planned = p.plan(
-        first_rows=p.part_rows, block_rows=max(1, p.part_rows), saved=saved, scratch_bytes=scratch, codes=True
-    )
-    pieces, slices = _cut_by_vocabulary(p, scratch)
-    time = _time(p, gradients, 1 - saved / max(1, p.shard_rows), pieces, slices, p.tokens * saved)
-    return _Candidate(planned, time, _dx_sum(p, gradients))
+    planned = p.plan(p.part_rows, saved, scratch_bytes=scratch, codes=True)
+    return _Candidate(planned, *_cut_by_vocabulary(p, scratch), accumulator=p.dx_sum)
 
 
-def plan(problem: Problem) -> Plan:
+def plan(p: Problem) -> Plan:
     """The plan of the fastest possible candidate. Of those that take nearly as long (:data:`NEARLY`), the one with the
     smallest fp32 accumulator, then the first in the list. Without gradients nothing is kept."""
-    if (gradients := problem.gradients) is None:
-        return problem.plan(first_rows=0, block_rows=0, saved=0)
-    recomputed = [_recompute_by_vocabulary(problem, gradients), _recompute_by_rows(problem, gradients)]
-    if problem.ranks > 1:  # dX of one block of rows is reduced while the next is computed
+    if not any(p.needs):
+        return p.plan(block_rows=0)
+    recomputed = [_recompute_by_vocabulary(p), _recompute_by_rows(p)]
+    if p.ranks > 1:  # dX of one block of rows is reduced while the next is computed
         recomputed.reverse()
-    recomputed += [_recompute_by_rows(problem, gradients, long=True), _code(problem, gradients)]
-    candidates = [c for c in (_save(problem, gradients), _accumulate(problem, gradients), *recomputed) if c is not None]
-    fastest = min([c.time for c in candidates])
-    return min([c for c in candidates if c.time <= NEARLY * fastest], key=lambda c: c.accumulator).plan
+    candidates = _save(p), _accumulate(p), *recomputed, _recompute_by_rows(p, long=True), _code(p)
+    possible = [c for c in candidates if c is not None]
+    fastest = min([c.time for c in possible])
+    return min([c for c in possible if c.time <= NEARLY * fastest], key=lambda c: c.accumulator).plan
 
 
 def balanced(rows: int, most: int) -> int:

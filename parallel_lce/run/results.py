@@ -110,7 +110,7 @@ def present(options: Options, tensors: Tensors) -> list[str]:
 def loss_of(call: Call, merged: Merged, found: Any) -> tuple[Tensor, Coefficients]:
     """The call's loss, of each token ``[N]`` or 0-dimensional, and the coefficients of its gradient. ``found``: what
     the backend made of the ``merged`` partial."""
-    losses, coefficients = of_tokens(call, merged, found, Block(0, call.plan.part_rows, 0))
+    losses, coefficients = of_tokens(call, merged, found, Block(0, call.plan.problem.part_rows, 0))
     reduction = call.options.reduction
     if reduction == "none":
         return losses, coefficients

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parallel_lce.call import debug
 from parallel_lce.call.checks import check_kind, check_target, described
-from parallel_lce.call.prepare import autocasted, check, checked_vocab_size, gradients_of, needs_of
+from parallel_lce.call.prepare import autocasted, check, checked_vocab_size, needs_of
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import HostNumber, in_memory
@@ -183,8 +183,8 @@ def compacted(
     if not torch.compiler.is_compiling():  # there the operator checks the counted targets
         vocab_size = checked_vocab_size(options, tensors.linear_weight, layout)
         if debug.enabled():  # before hidden states are gathered
-            gradients = gradients_of(tensors, main_grad, needs_of(tensors))
-            vocab_size = debug.state.vocab_size = debug.check_together(options, tensors, layout, gradients)
+            needs = needs_of(tensors)
+            vocab_size = debug.state.vocab_size = debug.check_together(options, tensors, layout, needs, main_grad)
         check_target(options, as_int64(tensors.target), vocab_size, layout, counts)
     compaction = Compaction(counts, count)
     hidden = in_memory(tensors.input)

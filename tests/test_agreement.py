@@ -13,6 +13,7 @@ from calls import D, N, V, call, calls, good
 from cases import make, part
 from parallel_lce import backends
 from parallel_lce.call import debug, prepare
+from parallel_lce.call.checks import public
 from parallel_lce.core.collectives import checksum_of
 from parallel_lce.core.options import Options
 from parallel_lce.distillation import divergence
@@ -238,7 +239,6 @@ def test_debug_mode_names_calls_and_backwards_in_another_order(member):
 
 @on_ranks(2)
 def test_a_door_of_counted_tokens_is_refused_on_every_rank_and_the_next_call_compared(member):
-    """There no public function is around either."""
     options, tensors = given(**good(member.device), reduction="none", ignore_index=-100)
     tensors = tensors._replace(linear_weight=tensors.linear_weight + member.rank)
     other = _with(tensors.target, 4, member.rank)
@@ -246,7 +246,7 @@ def test_a_door_of_counted_tokens_is_refused_on_every_rank_and_the_next_call_com
         short = tensors.target[member.rank :], N, "must have shape"
         for target, count, words in (short, (tensors.target - 7, N, "outside"), (other, None, "disagree about target")):
             with pytest.raises(ValueError, match=words):
-                fused_loss(options, tensors._replace(target=target), member.group, counted_tokens=count)
+                public(fused_loss)(options, tensors._replace(target=target), member.group, counted_tokens=count)
 
 
 @on_ranks(2)

@@ -52,9 +52,9 @@ def int64_ids(name: str, ids: object) -> Tensor:
 
 
 def public(function: F) -> F:
-    """Decorates a public function, and for callers that are none those of :mod:`parallel_lce.run.entry` and of compiled
-    graphs. Every refusal goes through here, once: what the outermost function raises before its exchange
-    (:func:`parallel_lce.call.debug.agree`) makes the other ranks of its process group raise in debug mode."""
+    """Decorates a public function, a door's loss, and the operator of compiled graphs. Every refusal goes through here,
+    once: what the outermost function raises before its exchange (:func:`parallel_lce.call.debug.agree`) makes the other
+    ranks of its process group raise in debug mode."""
     parameters = inspect.signature(function).parameters
 
     @functools.wraps(function)

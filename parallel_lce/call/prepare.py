@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.backends import VARIABLE, backend_of
-from parallel_lce.backends.interface import Backend
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs, features_of
 from parallel_lce.call.checks import check_target, check_tensors, known_vocab_size
@@ -153,6 +152,7 @@ def _planned(
         shape=shape,
         needs=needs,
         dtype=accumulation_dtype(weight.dtype),
+        logit_map=LogitMap.of(options),
         features=tuple([kind() for kind in features_of(options, tensors)]),
         number=number,
     )
@@ -183,7 +183,7 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
     call = known._replace(
         layout=layout,
         target=target,
-        logit_map=LogitMap.of(known.options, scale, temperature),
+        logit_map=known.logit_map.of_tokens(scale, temperature),
         token_weight=token_weight,
         selection=None if ids is None else Selection.of(ids, offsets, known.shape.numel()),
         features=tuple([type(feature)() for feature in known.features]),
@@ -207,6 +207,11 @@ def _plan(call: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | No
     # or exclude one, that a window's few codes are too far from each other.
     plain = not call.features and not call.columns.differ and options.logit_softcap is None
     codable = backend.CODES and plain and dtype == torch.bfloat16 and tensors.linear_bias is None
+    # The backward can work from what the forward saves. With a temperature per token, the caps are unknown to the host.
+    cap = call.logit_map.softcap
+    savable = cap is None or (tensors.temperature is None and cap <= _LARGEST_CAP.get(dtype, 0.0))
+    if options.label_smoothing and not backend.recovers_differences(dtype):
+        savable = False
     problem = Problem(
         call.shape.numel(),
         shared_shard_rows(shard.rows, layout.ranks, options.vocab_start, options.vocab_size),
@@ -217,23 +222,13 @@ def _plan(call: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | No
         ranks=layout.ranks,
         needs=call.needs,
         main_grad=0 if main_grad is None else main_grad.tensor.itemsize,
-        savable=_savable(options, tensors, backend),
+        savable=savable,
         codable=codable,
         accumulable=accumulable,
         flops_per_byte=backend.FLOPS_PER_BYTE,
         reuses_saved=backend.REUSES_SAVED,
     )
     return plan(problem).limited(shard.real_rows)
-
-
-def _savable(options: Options, tensors: Tensors, backend: Backend) -> bool:
-    """Whether the backward can work from what the forward saves."""
-    dtype = tensors.linear_weight.dtype
-    if options.label_smoothing and not backend.recovers_differences(dtype):
-        return False
-    cap = LogitMap.of(options).softcap
-    # With a temperature per token, the caps are unknown to the host.
-    return cap is None or (tensors.temperature is None and cap <= _LARGEST_CAP.get(dtype, 0.0))
 
 
 def checked_vocab_size(options: Options, weight: Tensor, layout: Layout) -> int | None:

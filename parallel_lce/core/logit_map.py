@@ -27,19 +27,18 @@ class LogitMap(NamedTuple):
     token_softcap: Tensor | None = None
 
     @classmethod
-    def of(
-        cls, options: Options, token_scale: Tensor | None = None, token_temperature: Tensor | None = None
-    ) -> LogitMap:
-        """``token_scale``, ``token_temperature``: ``[R]`` in the statistics' dtype."""
-        scale, temperature = cast(float, options.logit_scale), cast(float, options.temperature)
-        softcap, token_softcap = options.logit_softcap, None
-        if token_temperature is not None:
-            token_scale = (1.0 if token_scale is None else token_scale) / token_temperature
-            if softcap is not None:  # its inverse is finite, as that of one cap (check_options)
-                smallest = torch.finfo(token_temperature.dtype).tiny
-                token_softcap = (softcap / token_temperature).clamp(min=smallest)
-        softcap = None if softcap is None else softcap / temperature
-        return cls(scale / temperature, token_scale, softcap, token_softcap)
+    def of(cls, options: Options) -> LogitMap:
+        scale, temperature, cap = options.logit_scale, cast(float, options.temperature), options.logit_softcap
+        return cls(cast(float, scale) / temperature, softcap=None if cap is None else cap / temperature)
+
+    def of_tokens(self, scale: Tensor | None, temperature: Tensor | None) -> LogitMap:
+        """The map with each token's ``scale`` and ``temperature``, ``[R]`` in the statistics' dtype."""
+        token_softcap = None
+        if temperature is not None:
+            scale = (1.0 if scale is None else scale) / temperature
+            if self.softcap is not None:  # its inverse is finite, as that of one cap (check_options)
+                token_softcap = (self.softcap / temperature).clamp(min=torch.finfo(temperature.dtype).tiny)
+        return self if scale is None else self._replace(token_scale=scale, token_softcap=token_softcap)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> LogitMap:
         """The map with its tensors changed: those of some tokens, or spread over other dimensions."""

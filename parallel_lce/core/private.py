@@ -106,7 +106,8 @@ def outside_selective_checkpoints(function: F) -> F:
 
     @functools.wraps(function)
     def call(*given: Any) -> Any:
-        if not any(isinstance(mode, _SELECTIVE_CHECKPOINTS) for mode in _get_current_dispatch_mode_stack()):
+        modes = _get_current_dispatch_mode_stack()
+        if not modes or not any(isinstance(mode, _SELECTIVE_CHECKPOINTS) for mode in modes):
             return function(*given)
         with _disable_current_modes():
             return function(*given)

@@ -1,4 +1,5 @@
-"""The fused loss and the fused statistics, for the public functions, Megatron's output layer and the benchmark."""
+"""The fused loss and the fused statistics, for public functions (:func:`parallel_lce.call.checks.public`) and the
+benchmark."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ from torch import Tensor
 from parallel_lce.backends.formulas import mean_loss
 from parallel_lce.call import debug
 from parallel_lce.call.call import LossFunction
-from parallel_lce.call.checks import public
 from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors, as_int64
@@ -22,7 +22,6 @@ from parallel_lce.run.schedule import function_of
 from parallel_lce.run.token_count import compacted
 
 
-@public
 def fused_loss(
     options: Options,
     tensors: Tensors,
@@ -61,7 +60,6 @@ def fused_loss(
     return compaction.spread(loss) if reduction == "none" else compaction.checked(loss)
 
 
-@public
 def fused_statistics(
     options: Options,
     tensors: Tensors,
@@ -83,7 +81,6 @@ def fused_statistics(
     return statistics.changed(lambda value: compaction.spread(value, 0 if value.is_floating_point() else -1))
 
 
-@public
 def fused_token_loss(
     options: Options,
     tensors: Tensors,

@@ -15,7 +15,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial as partial_of
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -211,21 +211,12 @@ def backward(
         return sums.deliver(shape)
 
 
-class _Waiting(NamedTuple):
-    """A projected block that waits for the other ranks' partials."""
-
-    block: Block
-    x: IncomingHidden
-    partials: PartialsGather
-    saved: Saved | tuple[()]
-    # What the call wants of the block's partial, on one rank.
-    found: Any
-
-
-def _projected_blocks(call: Call, hidden: Tensor, projection: Projection) -> Iterator[_Waiting]:
+def _projected_blocks(
+    call: Call, hidden: Tensor, projection: Projection
+) -> Iterator[tuple[Block, IncomingHidden, PartialsGather, Saved | tuple[()], Any]]:
     """Projects the blocks and starts the gathers of their partials. On several ranks the next block is projected before
-    a block is given."""
-    layout, backend, blocks, waiting = call.layout, call.backend, call.plan.blocks, deque[_Waiting]()
+    a block is given. Last, what the call wants of the block's partial, on one rank."""
+    layout, backend, blocks, waiting = call.layout, call.backend, call.plan.blocks, deque()
     targets, ahead = call.local_targets(), 1 if layout.ranks > 1 else 0
     rows = layout.sp_size * max((b.stop - b.start for b in blocks), default=0)
     entries = max((b.saved for b in blocks), default=0)
@@ -246,7 +237,7 @@ def _projected_blocks(call: Call, hidden: Tensor, projection: Projection) -> Ite
         )
         _, saved, found = backend.block_forward(task)
         partials.start(block.start)
-        waiting.append(_Waiting(block, x, partials, saved, found))
+        waiting.append((block, x, partials, saved, found))
         if len(waiting) > ahead:
             yield waiting.popleft()
     yield from waiting
@@ -273,14 +264,14 @@ def accumulate(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) 
         if call.options.reduction == "mean":
             assert call.target is not None
             divisor = sum_of_weights(call.target, call.token_weight, call.options.ignore_index, dtype)
-        for waiting in _projected_blocks(call, hidden, projection):
-            block, of_tokens = waiting.block, call.of_tokens(waiting.block)
-            merged, found = waiting.partials.finish(call.backend, of_tokens.wanted, waiting.found)
+        for block, x, partials, saved, found in _projected_blocks(call, hidden, projection):
+            of_tokens = call.of_tokens(block)
+            merged, found = partials.finish(call.backend, of_tokens.wanted, found)
             losses, coefficients = results.of_tokens(of_tokens, merged, found, block)
             layout.put(per_token, block, losses)
             coefficients = coefficients._replace(divisor=divisor)
-            sums.add_block(block, waiting.x, merged.partial, coefficients, waiting.saved)
-            del waiting  # before the next block is projected
+            sums.add_block(block, x, merged.partial, coefficients, saved)
+            del x, partials, saved  # before the next block is projected
         gradients = sums.deliver(shape)
         total = per_token.sum()
         return total if divisor is None else total / divisor, gradients

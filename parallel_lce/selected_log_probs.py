@@ -17,15 +17,15 @@ from parallel_lce.call.call import Call, Needs, flattened
 from parallel_lce.call.checks import public
 from parallel_lce.call.prepare import prepare
 from parallel_lce.core.collectives import PartialsGather, checksum_of, gather_hidden
-from parallel_lce.core.memory import device_without_autocast, in_memory
+from parallel_lce.core.memory import in_memory
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import TARGET, Columns
 from parallel_lce.core.plan import Block
-from parallel_lce.core.private import outside_graphs, outside_selective_checkpoints
+from parallel_lce.core.private import outside_graphs
 from parallel_lce.core.selection import Selection
 from parallel_lce.dtensor import adapted
 from parallel_lce.features.selected import ids_and_offsets
-from parallel_lce.run.schedule import GradientSums, first_order_only
+from parallel_lce.run.schedule import GradientSums, function_backward, function_forward
 
 
 @outside_graphs
@@ -90,31 +90,30 @@ class _LogProbs(torch.autograd.Function):
     """Log-softmax ``[E]``, and V."""
 
     @staticmethod
-    @outside_selective_checkpoints
+    @function_forward
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor | int]:
         layout, shard, selection = call.layout, call.shard, call.selection
         assert selection is not None
-        with device_without_autocast(weight):
-            x = _gathered(call, flattened(hidden))
-            # This rank's logits, -inf for other ranks' ids.
-            gather = PartialsGather(x, 1, shard, Columns(), layout, extra=len(selection.ids))
-            local = selection._replace(ids=selection.ids - shard.start, logits=gather.extra.fill_(-torch.inf))
-            call.backend.selected_logits(call.projection(weight, bias), x, local)
-            if layout.ranks > 1:
-                gather.local.zero_()  # of one token
-                gather.start(checksum_of(*selection[:3]))
-            (merged, vocab_size), _ = gather.finish(call.backend)
-            # NaN if the ranks differ.
-            logits = gather.extras.amax(0) + merged[TARGET] if layout.ranks > 1 else gather.extra
-            log_probs = call.backend.log_softmax_of_sets(logits, selection)
+        x = _gathered(call, flattened(hidden))
+        # This rank's logits, -inf for other ranks' ids.
+        gather = PartialsGather(x, 1, shard, Columns(), layout, extra=len(selection.ids))
+        local = selection._replace(ids=selection.ids - shard.start, logits=gather.extra.fill_(-torch.inf))
+        call.backend.selected_logits(call.projection(weight, bias), x, local)
+        if layout.ranks > 1:
+            gather.local.zero_()  # of one token
+            gather.start(checksum_of(*selection[:3]))
+        (merged, vocab_size), _ = gather.finish(call.backend)
+        # NaN if the ranks differ.
+        logits = gather.extras.amax(0) + merged[TARGET] if layout.ranks > 1 else gather.extra
+        log_probs = call.backend.log_softmax_of_sets(logits, selection)
         ctx.call = call
         ctx.save_for_backward(hidden, weight, bias, *call.tensors, logits)
         return log_probs, vocab_size
 
     @staticmethod
-    @first_order_only
+    @function_backward
     def backward(ctx: Any, saved: tuple, upstream: Tensor, _: None):
         hidden, weight, bias, *tensors = saved
         call, (logits,) = ctx.call.with_saved(tensors)
@@ -123,25 +122,24 @@ class _LogProbs(torch.autograd.Function):
         logits = logits.contiguous()
         backend, real, selection, flat = call.backend, call.shard.real_rows, call.selection, flattened(hidden)
         assert selection is not None
-        with device_without_autocast(weight):
-            owner, projection = selection.owner, call.projection(weight, bias)
-            gradient = backend.log_softmax_of_sets(logits, selection, upstream)
-            gradient = call.logit_map.of_rows(owner).before(gradient, logits)
-            local = selection._replace(ids=selection.ids - call.shard.start, gradient=gradient)
-            sums = GradientSums(call, flat, projection, Needs(*ctx.needs_input_grad[:3]), blocks=1)
-            if sums.reduction is not None:
-                whole = Block(0, len(flat), 0)
-                dx = sums.reduction.open_block(whole)
-                backend.selected_rows(local, projection.weight[:real], dx)
-                sums.reduction.start(whole, dx)
-            if sums.dweight is not None or sums.dbias is not None:
-                x, tokens = _gathered(call, flat), _tokens_of(local, owner, real)
-                if sums.dweight is not None:
-                    backend.selected_rows(tokens, x, sums.dweight.open(0, real, whole=True)[0])
-                if sums.dbias is not None:
-                    dbias = sums.dbias.open(0, real, whole=True)[0]
-                    backend.selected_rows(tokens, x.new_ones(len(x), 1), dbias.unsqueeze(1))
-            return *sums.deliver(hidden.shape), None
+        owner, projection = selection.owner, call.projection(weight, bias)
+        gradient = backend.log_softmax_of_sets(logits, selection, upstream)
+        gradient = call.logit_map.of_rows(owner).before(gradient, logits)
+        local = selection._replace(ids=selection.ids - call.shard.start, gradient=gradient)
+        sums = GradientSums(call, flat, projection, Needs(*ctx.needs_input_grad[:3]), blocks=1)
+        if sums.reduction is not None:
+            whole = Block(0, len(flat), 0)
+            dx = sums.reduction.open_block(whole)
+            backend.selected_rows(local, projection.weight[:real], dx)
+            sums.reduction.start(whole, dx)
+        if sums.dweight is not None or sums.dbias is not None:
+            x, tokens = _gathered(call, flat), _tokens_of(local, owner, real)
+            if sums.dweight is not None:
+                backend.selected_rows(tokens, x, sums.dweight.open(0, real, whole=True)[0])
+            if sums.dbias is not None:
+                dbias = sums.dbias.open(0, real, whole=True)[0]
+                backend.selected_rows(tokens, x.new_ones(len(x), 1), dbias.unsqueeze(1))
+        return *sums.deliver(hidden.shape), None
 
 
 def _gathered(call: Call, hidden: Tensor) -> Tensor:

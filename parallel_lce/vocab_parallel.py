@@ -14,11 +14,11 @@ from parallel_lce.backends.interface import Backend
 from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, check_kind, described, int64_ids, public, renamed
 from parallel_lce.core.collectives import Layout, PartialsGather, Shard, digest_of
-from parallel_lce.core.memory import in_memory, on_device_of, with_aligned_rows
+from parallel_lce.core.memory import in_memory, with_aligned_rows
 from parallel_lce.core.options import as_int64, is_number, shortened
 from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET, Columns, accumulation_dtype
-from parallel_lce.core.private import outside_graphs, outside_selective_checkpoints
-from parallel_lce.run.schedule import first_order_only
+from parallel_lce.core.private import outside_graphs
+from parallel_lce.run.schedule import function_backward, function_forward
 
 # The kernels for existing logits form no matrix product, so they take fp32, too.
 _SUITABLE = (torch.bfloat16, torch.float16, torch.float32)
@@ -105,7 +105,7 @@ def _megatron_group() -> dist.ProcessGroup | None:
 
 class _LogitsCrossEntropy(torch.autograd.Function):
     @staticmethod
-    @outside_selective_checkpoints
+    @function_forward
     def forward(
         ctx, logits: Tensor, target: Tensor, label_smoothing: float, layout: Layout, digest: int, backend: Backend
     ):
@@ -115,11 +115,10 @@ class _LogitsCrossEntropy(torch.autograd.Function):
         partial = logits.new_empty(columns.count, len(target), dtype=accumulation_dtype(logits.dtype))
         shard = Shard(start, entries, None, digest)
         gather = PartialsGather(partial, len(target), shard, Columns(), layout)
-        with on_device_of(logits):
-            backend.logits_partial(logits, target, columns.shifted, partial)
-            gather.local.copy_(partial[:SHIFTED])
-            gather.start()
-            (merged, vocab_size), _ = gather.finish(backend)
+        backend.logits_partial(logits, target, columns.shifted, partial)
+        gather.local.copy_(partial[:SHIFTED])
+        gather.start()
+        (merged, vocab_size), _ = gather.finish(backend)
         top, log_sum = merged[MAX], merged[SUM_EXP].log()
         inside = (ids >= 0) & (ids < vocab_size)
         loss = log_sum - (merged[TARGET] - top).masked_fill(~inside, 0.0)
@@ -132,13 +131,12 @@ class _LogitsCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @first_order_only
+    @function_backward
     def backward(ctx, saved, upstream: Tensor):
         logits, target, merged = saved
         of_others = upstream * (ctx.smoothing / logits.shape[1])
         coefficients = torch.stack([upstream, upstream * (1 - ctx.smoothing), of_others])
-        with on_device_of(logits):
-            # Saved-tensor hooks may have changed the strides.
-            logits, target, merged = with_aligned_rows(logits), target.contiguous(), merged.contiguous()
-            gradient = ctx.backend.logits_gradient(logits, target, merged, coefficients)
+        # Saved-tensor hooks may have changed the strides.
+        logits, target, merged = with_aligned_rows(logits), target.contiguous(), merged.contiguous()
+        gradient = ctx.backend.logits_gradient(logits, target, merged, coefficients)
         return gradient, None, None, None, None, None

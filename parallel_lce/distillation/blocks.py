@@ -30,12 +30,11 @@ from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Gradients, Needs, flattened
 from parallel_lce.core.collectives import PartialsGather, all_gather, digest_of, hidden_of_blocks
 from parallel_lce.core.logit_map import Projection
-from parallel_lce.core.memory import device_without_autocast, in_memory
+from parallel_lce.core.memory import in_memory
 from parallel_lce.core.partials import MAX, SUM_EXP, Columns
 from parallel_lce.core.plan import Block, blocks_within, shared_shard_rows
-from parallel_lce.core.private import outside_selective_checkpoints
 from parallel_lce.distillation.torch_part import DIVERGENCE, ROWS
-from parallel_lce.run.schedule import GradientSums, first_order_only
+from parallel_lce.run.schedule import GradientSums, function_backward, function_forward
 
 # Largest log-ratio for which fp16 gradients of the output stay finite.
 _LARGEST_LOG_RATIO = 64.0
@@ -47,7 +46,7 @@ class Divergences(torch.autograd.Function):
     beta."""
 
     @staticmethod
-    @outside_selective_checkpoints
+    @function_forward
     def forward(ctx: Any, *given: Any) -> Tensor:
         *inputs, factor, ctx.task, reduction = given
         student, teacher, _ = ctx.task
@@ -60,7 +59,7 @@ class Divergences(torch.autograd.Function):
         return reduced(numbers[DIVERGENCE].view(factor.shape), factor, reduction)
 
     @staticmethod
-    @first_order_only
+    @function_backward
     def backward(ctx: Any, saved: tuple, upstream: Tensor):
         inputs, (factor, numbers, *tensors) = saved[:6], saved[6:]
         (student, teacher, beta), upstream = ctx.task, in_memory(upstream)
@@ -74,9 +73,8 @@ class Divergences(torch.autograd.Function):
             factor, needs = factor.where(factor == 0, factor * upstream), Needs(*ctx.needs_input_grad[:3])
             gradients, _ = _pass((student, teacher, beta), inputs, needs, factor, numbers)
         else:
-            with device_without_autocast(inputs[1]):
-                scaled = student.backend.scaled
-                gradients = [g if g is None else scaled(g, upstream, t.dtype) for g, t in zip(gradients, inputs)]
+            scaled = student.backend.scaled
+            gradients = [g if g is None else scaled(g, upstream, t.dtype) for g, t in zip(gradients, inputs)]
         return *gradients, *[None] * 6
 
 
@@ -109,33 +107,32 @@ def _pass(
     sums = GradientSums(student, x, projection, needs, len(blocks), dtype=dtype if known is None else None)
     numbers = x.new_empty(ROWS, student.shape.numel(), dtype=dtype) if known is None else known
     part = importlib.import_module(f"parallel_lce.distillation.{student.backend.NAME}_part")
-    with device_without_autocast(projection.weight):
-        of_blocks = [hidden_of_blocks(each, blocks, layout) for each in (x, y)]
-        for block, *incoming in zip(blocks, *of_blocks):
-            x, y = [each.wait() for each in incoming]
-            of_block = student.of_block(projection, block)
-            logits, partial = block_logits(student.backend, of_block, x)
-            its_logits, its_partial = block_logits(teacher.backend, teacher.of_block(of_teacher, block), y)
-            own, of_tokens = layout.take(numbers, block).contiguous(), layout.take(times, block)
-            gradient = aligned_logits(x, of_block, gradient_dtype) if any(needs) else None
-            work = partial_of(part.divergence, logits, its_logits, own, beta, of_tokens, of_block.logit_map)
-            if known is None:
-                own[:DIVERGENCE] = _normalizers((partial, its_partial), student, teacher)
-                local = own[DIVERGENCE:]
-                # The gradient of KL(teacher || student) needs no sum: one pass computes both.
-                work(local, gradient if beta == 0 else None)
-                if layout.ranks > 1:
-                    of_ranks = local.new_empty(layout.ranks, *local.shape)
-                    all_gather(of_ranks.view(-1), local.view(-1), group=layout.group, async_op=True).wait()
-                    torch.sum(of_ranks, 0, out=local)
-                layout.put(numbers, block, own)
-            if gradient is not None and (known is not None or beta > 0):
-                work(None, gradient)
-            del logits, its_logits, work  # before the next block's
-            if gradient is not None:
-                _add(sums, block, x, gradient, fp16_unscale)
-            del gradient
-        return sums.deliver(inputs[0].shape), numbers
+    of_blocks = [hidden_of_blocks(each, blocks, layout) for each in (x, y)]
+    for block, *incoming in zip(blocks, *of_blocks):
+        x, y = [each.wait() for each in incoming]
+        of_block = student.of_block(projection, block)
+        logits, partial = block_logits(student.backend, of_block, x)
+        its_logits, its_partial = block_logits(teacher.backend, teacher.of_block(of_teacher, block), y)
+        own, of_tokens = layout.take(numbers, block).contiguous(), layout.take(times, block)
+        gradient = aligned_logits(x, of_block, gradient_dtype) if any(needs) else None
+        work = partial_of(part.divergence, logits, its_logits, own, beta, of_tokens, of_block.logit_map)
+        if known is None:
+            own[:DIVERGENCE] = _normalizers((partial, its_partial), student, teacher)
+            local = own[DIVERGENCE:]
+            # The gradient of KL(teacher || student) needs no sum: one pass computes both.
+            work(local, gradient if beta == 0 else None)
+            if layout.ranks > 1:
+                of_ranks = local.new_empty(layout.ranks, *local.shape)
+                all_gather(of_ranks.view(-1), local.view(-1), group=layout.group, async_op=True).wait()
+                torch.sum(of_ranks, 0, out=local)
+            layout.put(numbers, block, own)
+        if gradient is not None and (known is not None or beta > 0):
+            work(None, gradient)
+        del logits, its_logits, work  # before the next block's
+        if gradient is not None:
+            _add(sums, block, x, gradient, fp16_unscale)
+        del gradient
+    return sums.deliver(inputs[0].shape), numbers
 
 
 def _gradient_factors(

@@ -17,7 +17,6 @@ from torch import Tensor
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, features_of
 from parallel_lce.call.checks import described
-from parallel_lce.core.memory import device_without_autocast
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import MAX, Coefficients, Merged
 from parallel_lce.core.plan import Block
@@ -162,7 +161,7 @@ def _of_function(call: Call, run: Callable[..., Any], found: dict[str, Any]) -> 
     given: dict[str, Any] = {name: found.get(name) for name in NAMES}
     upstream = dict.fromkeys(DIFFERENTIABLE)
     leaves = dict[str, Tensor]()
-    with torch.set_grad_enabled(any(call.needs)), saving_without_hooks(), device_without_autocast(given["lse"]):
+    with torch.set_grad_enabled(any(call.needs)), saving_without_hooks():
         if torch.is_grad_enabled():
             leaves = {n: given[n].detach().requires_grad_() for n in DIFFERENTIABLE if given[n] is not None}
         losses, metrics = _called(run, given | leaves, call.values)

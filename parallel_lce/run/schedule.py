@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial as partial_of
 from typing import Any
 
@@ -35,61 +35,14 @@ from parallel_lce.core.collectives import (
 )
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.logit_map import Projection
-from parallel_lce.core.memory import device_without_autocast, in_memory, on_device_of
-from parallel_lce.core.partials import Coefficients, Merged
+from parallel_lce.core.memory import device_without_autocast, in_memory
+from parallel_lce.core.partials import Coefficients
 from parallel_lce.core.plan import Block
 from parallel_lce.core.private import outside_graphs, outside_selective_checkpoints
 from parallel_lce.run import results
 from parallel_lce.run.results import DIFFERENTIABLE, NAMES
 
 FIRST_ORDER = "gradients of parallel_lce cannot be differentiated twice (create_graph=True)"
-
-
-def forward(
-    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Merged, Tensor | None, Saved | tuple[()], Any]:
-    """The merged partial of ``hidden [..., D]``. For a backward also the gathered hidden states, if the plan saves
-    them, and the backend's saved tensors of the first block. Last, what the call wants of the partial.
-
-    Collectives: under sequence parallelism one all-gather of hidden states per block, each started a block ahead; then
-    one all-gather of the partials and the features' numbers.
-    """
-    layout, blocks, backend, features = call.layout, call.plan.forward_blocks, call.backend, call.features
-    with device_without_autocast(weight):
-        hidden, projection, targets = flattened(hidden), call.projection(weight, bias), call.local_targets()
-        single, codes = len(blocks) == 1, call.plan.codes
-        sizes = [feature.message_size(call) for feature in features]
-        partials = PartialsGather(hidden, call.shape.numel(), call.shard, call.columns, layout, sum(sizes))
-        for feature, message in zip(features, partials.extra.split(sizes) if features else ()):
-            feature.message = message.fill_(-torch.inf)
-        gathered: Tensor | None = None
-        saved: Saved | tuple[()] = ()
-        found: Any = None
-        # One block's partial is written straight into the buffer that is gathered.
-        out, wanted = partials.local if single else None, call.wanted
-        at_once = wanted if single and layout.ranks == 1 else None
-        for block, incoming in zip(blocks, hidden_of_blocks(hidden, blocks, layout)):
-            x = incoming.wait()
-            target, of_block = layout.take(targets, block), call.of_block(projection, block)
-            task = ForwardTask(of_block, x, target, call.columns, block.saved, out=out, codes=codes, wanted=at_once)
-            for feature in features:
-                task = feature.before_block(call, task, block)
-            partial, of_this, found = backend.block_forward(task)
-            saved = saved or of_this
-            if call.plan.hidden_bytes:
-                # Saved on every rank, even one with an empty shard: a rank that saved nothing would gather again in
-                # backward, and the collectives would no longer match.
-                gathered = x
-            if not single:
-                layout.put(partials.local, block, partial)
-        if layout.ranks > 1:
-            partials.start(0 if call.selection is None else checksum_of(*call.selection[:3]))
-        merged, found = partials.finish(backend, wanted, found)
-        for feature, messages in zip(features, partials.extras.split(sizes, 1) if features else ()):
-            feature.message = None
-            if call.options.kind == "statistics":
-                found = found | feature.outputs(call, merged, messages, found)
-        return merged, gathered, saved, found
 
 
 class GradientSums:
@@ -163,54 +116,6 @@ class GradientSums:
         return dx, self.dweight and self.dweight.deliver(), self.dbias and self.dbias.deliver()
 
 
-def backward(
-    call: Call,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    partial: Tensor,
-    gathered: Tensor | None,
-    saved: Sequence[Tensor | None],
-    coefficients: Coefficients,
-    needs: Needs,
-    consumed: bool = False,
-) -> Gradients:
-    """Gradients of a call whose :func:`forward` gave ``partial``, ``gathered`` and the fields of ``saved``.
-
-    A backward overwrites ``saved``. ``consumed``: an earlier backward has overwritten it; all logits are then
-    recomputed, in that memory. Saved-tensor hooks may have changed the strides of all tensors.
-
-    Collectives: per block, under sequence parallelism, one all-gather of hidden states, started a block ahead, unless
-    they were saved; then the reduction of dX (:class:`parallel_lce.core.collectives.HiddenReduction`).
-    """
-    layout, blocks = call.layout, call.plan.blocks
-    with device_without_autocast(weight):
-        shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
-        # Autograd, which saved these tensors, must not see that they are overwritten.
-        of_block = [t if t is None else t.data.contiguous() for t in saved]
-        kept: Saved | tuple[()] = call.backend.Saved(*of_block) if of_block else ()
-        scratch_bytes = call.plan.scratch_bytes if kept else plan.SMALLEST_BLOCK
-        sums = GradientSums(call, hidden, projection, needs, len(blocks), scratch_bytes=scratch_bytes)
-        _, _, gamma, delta, epsilon, *_ = coefficients
-        differs = not (gamma is delta is epsilon is None)
-        if kept and (consumed or (differs and not call.backend.recovers_differences(weight.dtype))):
-            sums.scratch.adopt(kept.exponentials)
-            kept = ()
-        if len(blocks) > 1:
-            coefficients = call.backend.without_factor(coefficients)
-        of_blocks = hidden_of_blocks(hidden, blocks, layout) if gathered is None else [IncomingHidden(gathered)]
-        for block, x in zip(blocks, of_blocks):
-            merged, of_tokens = partial, coefficients
-            if len(blocks) > 1:
-                merged = layout.take(partial, block).contiguous()
-                of_tokens = coefficients.each(partial_of(layout.take, block=block))
-            sums.add_block(block, x, merged, of_tokens, kept)
-            if len(blocks) > 1 and kept:
-                sums.scratch.adopt(kept.exponentials)
-            kept = ()
-        return sums.deliver(shape)
-
-
 def _projected_blocks(
     call: Call, hidden: Tensor, projection: Projection
 ) -> Iterator[tuple[Block, IncomingHidden, PartialsGather, Saved | tuple[()], Any]]:
@@ -255,30 +160,43 @@ def accumulate(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) 
     all-gather of its partials, waited for after the next block's projection; the reduction of its dX.
     """
     layout, dtype, scratch_bytes = call.layout, call.dtype, call.plan.scratch_bytes
-    with device_without_autocast(weight):
-        shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
-        blocks = len(call.plan.blocks)
-        sums = GradientSums(call, hidden, projection, call.needs, blocks, dtype=dtype, scratch_bytes=scratch_bytes)
-        per_token = hidden.new_empty(call.shape.numel(), dtype=dtype)
-        divisor = None
-        if call.options.reduction == "mean":
-            assert call.target is not None
-            divisor = sum_of_weights(call.target, call.token_weight, call.options.ignore_index, dtype)
-        for block, x, partials, saved, found in _projected_blocks(call, hidden, projection):
-            of_tokens = call.of_tokens(block)
-            merged, found = partials.finish(call.backend, of_tokens.wanted, found)
-            losses, coefficients = results.of_tokens(of_tokens, merged, found, block)
-            layout.put(per_token, block, losses)
-            coefficients = coefficients._replace(divisor=divisor)
-            sums.add_block(block, x, merged.partial, coefficients, saved)
-            del x, partials, saved  # before the next block is projected
-        gradients = sums.deliver(shape)
-        total = per_token.sum()
-        return total if divisor is None else total / divisor, gradients
+    shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
+    blocks = len(call.plan.blocks)
+    sums = GradientSums(call, hidden, projection, call.needs, blocks, dtype=dtype, scratch_bytes=scratch_bytes)
+    per_token = hidden.new_empty(call.shape.numel(), dtype=dtype)
+    divisor = None
+    if call.options.reduction == "mean":
+        assert call.target is not None
+        divisor = sum_of_weights(call.target, call.token_weight, call.options.ignore_index, dtype)
+    for block, x, partials, saved, found in _projected_blocks(call, hidden, projection):
+        of_tokens = call.of_tokens(block)
+        merged, found = partials.finish(call.backend, of_tokens.wanted, found)
+        losses, coefficients = results.of_tokens(of_tokens, merged, found, block)
+        layout.put(per_token, block, losses)
+        coefficients = coefficients._replace(divisor=divisor)
+        sums.add_block(block, x, merged.partial, coefficients, saved)
+        del x, partials, saved  # before the next block is projected
+    gradients = sums.deliver(shape)
+    total = per_token.sum()
+    return total if divisor is None else total / divisor, gradients
 
 
-def first_order_only(backward: Callable) -> Callable:
+def function_forward(forward: Callable) -> Callable:
+    """Decorator for an autograd.Function's ``forward(ctx, _, tensor, ...)``. It runs on the tensor's device, without
+    autocast, which would round the products of fp32 operands, and a selective checkpoint runs it again whole."""
+
+    @outside_selective_checkpoints
+    @functools.wraps(forward)
+    def call(*given):
+        with device_without_autocast(given[2]):
+            return forward(*given)
+
+    return call
+
+
+def function_backward(backward: Callable) -> Callable:
     """Decorator for an autograd.Function's ``backward(ctx, saved, *upstream)``, where ``saved`` are its saved tensors.
+    It runs on the second one's device, without autocast.
 
     With ``create_graph=True`` autograd would treat the gradients as constants, and second derivatives would silently be
     wrong: that is refused. (PyTorch's ``once_differentiable`` refuses only if an upstream gradient has a graph.)
@@ -288,41 +206,84 @@ def first_order_only(backward: Callable) -> Callable:
     def call(ctx, *upstream):
         if torch.is_grad_enabled():
             raise RuntimeError(FIRST_ORDER)
-        return backward(ctx, ctx.saved_tensors, *upstream)
+        saved = ctx.saved_tensors
+        with device_without_autocast(saved[1]):
+            return backward(ctx, saved, *upstream)
 
     return outside_graphs(call)  # of compiled autograd
 
 
 class Fused(torch.autograd.Function):
-    """The results of a call: a loss; or all statistics, None if not asked for."""
+    """The results of a call: a loss; or all statistics, None if not asked for.
+
+    Collectives, forward: under sequence parallelism one all-gather of hidden states per block, each started a block
+    ahead; then one all-gather of the partials and the features' numbers. Backward, per block: under sequence
+    parallelism one all-gather of hidden states, started a block ahead, unless they were saved; then the reduction of dX
+    (:class:`parallel_lce.core.collectives.HiddenReduction`).
+    """
 
     @staticmethod
-    @outside_selective_checkpoints
+    @function_forward
     def forward(ctx, hidden, weight, bias, call: Call):
-        save, is_loss = any(call.needs), call.options.kind == "loss"
-        # Most statistics get no upstream gradient: autograd need not make zeros for them.
-        ctx.set_materialize_grads(is_loss)
-        merged, gathered, saved, found = forward(call, hidden, weight, bias)
+        layout, blocks, backend, features = call.layout, call.plan.forward_blocks, call.backend, call.features
+        flat, projection, targets = flattened(hidden), call.projection(weight, bias), call.local_targets()
+        single, codes = len(blocks) == 1, call.plan.codes
+        sizes = [feature.message_size(call) for feature in features]
+        partials = PartialsGather(flat, call.shape.numel(), call.shard, call.columns, layout, sum(sizes))
+        for feature, message in zip(features, partials.extra.split(sizes) if features else ()):
+            feature.message = message.fill_(-torch.inf)
+        gathered: Tensor | None = None
+        # The backend's saved tensors of the first block.
+        saved: Saved | tuple[()] = ()
+        # What the call wants of the partial.
+        found: Any = None
+        # One block's partial is written straight into the buffer that is gathered.
+        out, wanted = partials.local if single else None, call.wanted
+        at_once = wanted if single and layout.ranks == 1 else None
+        for block, incoming in zip(blocks, hidden_of_blocks(flat, blocks, layout)):
+            x = incoming.wait()
+            target, of_block = layout.take(targets, block), call.of_block(projection, block)
+            task = ForwardTask(of_block, x, target, call.columns, block.saved, out=out, codes=codes, wanted=at_once)
+            for feature in features:
+                task = feature.before_block(call, task, block)
+            partial, of_this, found = backend.block_forward(task)
+            saved = saved or of_this
+            if call.plan.hidden_bytes:
+                # Saved on every rank, even one with an empty shard: a rank that saved nothing would gather again in
+                # backward, and the collectives would no longer match.
+                gathered = x
+            if not single:
+                layout.put(partials.local, block, partial)
+        if layout.ranks > 1:
+            partials.start(0 if call.selection is None else checksum_of(*call.selection[:3]))
+        merged, found = partials.finish(backend, wanted, found)
+        is_loss = call.options.kind == "loss"
+        for feature, messages in zip(features, partials.extras.split(sizes, 1) if features else ()):
+            feature.message = None
+            if not is_loss:
+                found |= feature.outputs(call, merged, messages, found)
         # ``kept``: from what backward makes the coefficients.
         if is_loss:
             outputs, kept = results.loss_of(call, merged, found)
         else:
             outputs, kept = tuple([found.get(name) for name in NAMES]), (found["vocab_size"],)
             ctx.mark_non_differentiable(*[v for v in outputs[len(DIFFERENTIABLE) :] if v is not None])
-        if save:
+            # Most statistics get no upstream gradient: autograd need not make zeros for them.
+            ctx.set_materialize_grads(False)
+        if any(call.needs):
             # The first backward overwrites the exponentials among ``saved``; later ones recompute them.
             ctx.save_for_backward(hidden, weight, bias, merged.partial, gathered, *kept, *call.tensors, *saved)
             ctx.call, ctx.kept, ctx.consumed = call, len(kept), [False]
-            for feature in call.features:  # autograd keeps these, and saved-tensor hooks may move them
+            for feature in features:  # autograd keeps these, and saved-tensor hooks may move them
                 feature.saved = None
         return outputs
 
     @staticmethod
-    @first_order_only
+    @function_backward
     def backward(ctx, saved_tensors, *upstream):
         hidden, weight, bias, partial, gathered, *others = saved_tensors
         kept: list[Any] = others[: ctx.kept]
-        call, saved = ctx.call.with_saved(others[ctx.kept :])
+        call, others = ctx.call.with_saved(others[ctx.kept :])
         if call.main_grad is not None and not call.main_grad.in_backward(ctx.next_functions[1][0]):
             call = call._replace(main_grad=None)
         needs, upstream = Needs(*ctx.needs_input_grad[:3]), tuple([u if u is None else in_memory(u) for u in upstream])
@@ -333,13 +294,37 @@ class Fused(torch.autograd.Function):
         else:
             (vocab_size,) = kept
             coefficients = results.of_statistics(call, partial, vocab_size, upstream)
-        # In a list: compiled autograd loses an attribute that a backward sets.
+        layout, blocks, flat = call.layout, call.plan.blocks, flattened(hidden)
+        # Autograd, which saved these tensors, must not see that they are overwritten.
+        of_block = [t if t is None else t.data.contiguous() for t in others]
+        saved: Saved | tuple[()] = call.backend.Saved(*of_block) if of_block else ()
+        exponentials = saved.exponentials if saved else None
+        scratch_bytes = call.plan.scratch_bytes if saved else plan.SMALLEST_BLOCK
+        projection = call.projection(weight, bias)
+        sums = GradientSums(call, flat, projection, needs, len(blocks), scratch_bytes=scratch_bytes)
+        _, _, gamma, delta, epsilon, *_ = coefficients
+        differs = not (gamma is delta is epsilon is None)
+        # An earlier backward has overwritten what was saved: all logits are recomputed, in that memory. In a list:
+        # compiled autograd loses an attribute that a backward sets.
         consumed, ctx.consumed[0] = ctx.consumed[0], True
-        given = hidden, weight, bias, partial, gathered
-        dx, dweight, dbias = backward(call, *given, saved, coefficients, needs, consumed)
+        if saved and (consumed or (differs and not call.backend.recovers_differences(weight.dtype))):
+            sums.scratch.adopt(saved.exponentials)
+            saved = ()
+        if len(blocks) > 1:
+            coefficients = call.backend.without_factor(coefficients)
+        of_blocks = hidden_of_blocks(flat, blocks, layout) if gathered is None else [IncomingHidden(gathered)]
+        for block, x in zip(blocks, of_blocks):
+            merged, of_tokens = partial, coefficients
+            if len(blocks) > 1:
+                merged = layout.take(partial, block).contiguous()
+                of_tokens = coefficients.each(partial_of(layout.take, block=block))
+            sums.add_block(block, x, merged, of_tokens, saved)
+            if len(blocks) > 1 and saved:
+                sums.scratch.adopt(saved.exponentials)
+            saved = ()
+        dx, dweight, dbias = sums.deliver(hidden.shape)
         if call.main_grad is not None and needs.weight:
-            memory = call.backend.Saved(*saved).exponentials if saved else None
-            dweight = call.main_grad.placeholder(memory)
+            dweight = call.main_grad.placeholder(exponentials)
         return dx, dweight, dbias, None
 
 
@@ -347,7 +332,7 @@ class AccumulatedLoss(torch.autograd.Function):
     """The reduced loss, 0-dimensional. Its gradients are formed in forward."""
 
     @staticmethod
-    @outside_selective_checkpoints
+    @function_forward
     def forward(ctx, hidden, weight, bias, call: Call):
         ctx.call = call
         value, *ctx.gradients = accumulate(call, hidden, weight, bias)
@@ -355,7 +340,7 @@ class AccumulatedLoss(torch.autograd.Function):
         return value
 
     @staticmethod
-    @first_order_only
+    @function_backward
     def backward(ctx, saved, upstream):
         inputs, tensors, call, upstream = saved[:3], saved[3:], ctx.call, in_memory(upstream)
         debug.agree_on_backward(call.layout, call.number, [upstream])
@@ -366,9 +351,8 @@ class AccumulatedLoss(torch.autograd.Function):
             _, gradients = accumulate(call.with_saved(tensors)[0], *inputs)
             if call.loss_function is not None:
                 call.loss_function.raise_failure()
-        with on_device_of(inputs[1]):
-            scaled = call.backend.scaled
-            return *[g if g is None else scaled(g, upstream, t.dtype) for g, t in zip(gradients, inputs)], None
+        scaled = call.backend.scaled
+        return *[g if g is None else scaled(g, upstream, t.dtype) for g, t in zip(gradients, inputs)], None
 
 
 def function_of(call: Call) -> type[torch.autograd.Function]:

@@ -120,26 +120,26 @@ class _LogProbs(torch.autograd.Function):
         upstream = in_memory(upstream).contiguous()
         debug.agree_on_backward(call.layout, call.number, [upstream])
         logits = logits.contiguous()
-        backend, real, selection, flat = call.backend, call.shard.real_rows, call.selection, flattened(hidden)
+        backend, real, selection = call.backend, call.shard.real_rows, call.selection
         assert selection is not None
-        owner, projection = selection.owner, call.projection(weight, bias)
+        owner = selection.owner
         gradient = backend.log_softmax_of_sets(logits, selection, upstream)
         gradient = call.logit_map.of_rows(owner).before(gradient, logits)
         local = selection._replace(ids=selection.ids - call.shard.start, gradient=gradient)
-        sums = GradientSums(call, flat, projection, Needs(*ctx.needs_input_grad[:3]), blocks=1)
+        sums = GradientSums(call, hidden, weight, bias, Needs(*ctx.needs_input_grad[:3]), blocks=1)
         if sums.reduction is not None:
-            whole = Block(0, len(flat), 0)
+            whole = Block(0, len(sums.hidden), 0)
             dx = sums.reduction.open_block(whole)
-            backend.selected_rows(local, projection.weight[:real], dx)
+            backend.selected_rows(local, sums.projection.weight[:real], dx)
             sums.reduction.start(whole, dx)
         if sums.dweight is not None or sums.dbias is not None:
-            x, tokens = _gathered(call, flat), _tokens_of(local, owner, real)
+            x, tokens = _gathered(call, sums.hidden), _tokens_of(local, owner, real)
             if sums.dweight is not None:
                 backend.selected_rows(tokens, x, sums.dweight.open(0, real, whole=True)[0])
             if sums.dbias is not None:
                 dbias = sums.dbias.open(0, real, whole=True)[0]
                 backend.selected_rows(tokens, x.new_ones(len(x), 1), dbias.unsqueeze(1))
-        return *sums.deliver(hidden.shape), None
+        return *sums.deliver(), None
 
 
 def _gathered(call: Call, hidden: Tensor) -> Tensor:

@@ -94,17 +94,17 @@ def _pass(
     layout, dtype, shard, options = student.layout, student.dtype, student.shard, student.options
     # Saved-tensor hooks may have changed strides.
     x, y = [flattened(each).contiguous() for each in (inputs[0], inputs[3])]
-    projection, of_teacher = student.projection(*inputs[1:3]), teacher.projection(*inputs[4:])
     # The largest blocks whose logits and gradient fit in the budget.
     entries = shared_shard_rows(shard.rows, layout.ranks, options.vocab_start, options.vocab_size)
     token_bytes = entries * (2 * dtype.itemsize + x.dtype.itemsize)
     blocks = blocks_within(options.logits_budget or 0, len(x), token_bytes, layout.sp_size)
     # Of the gradient of the student's output. On CPUs low-precision products are slower, and no more exact.
     gradient_dtype = x.dtype if x.is_cuda else dtype
+    sums = GradientSums(student, *inputs[:3], needs=needs, blocks=len(blocks), dtype=dtype if known is None else None)
+    projection, of_teacher = sums.projection, teacher.projection(*inputs[4:])
     times = fp16_unscale = None
     if any(needs):
         times, fp16_unscale = _gradient_factors(factor.reshape(-1), beta, projection, gradient_dtype)
-    sums = GradientSums(student, x, projection, needs, len(blocks), dtype=dtype if known is None else None)
     numbers = x.new_empty(ROWS, student.shape.numel(), dtype=dtype) if known is None else known
     part = importlib.import_module(f"parallel_lce.distillation.{student.backend.NAME}_part")
     of_blocks = [hidden_of_blocks(each, blocks, layout) for each in (x, y)]
@@ -132,7 +132,7 @@ def _pass(
         if gradient is not None:
             _add(sums, block, x, gradient, fp16_unscale)
         del gradient
-    return sums.deliver(inputs[0].shape), numbers
+    return sums.deliver(), numbers
 
 
 def _gradient_factors(

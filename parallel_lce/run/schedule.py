@@ -34,7 +34,6 @@ from parallel_lce.core.collectives import (
     hidden_of_blocks,
 )
 from parallel_lce.core.grad_buffers import GradBuffer
-from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.partials import Coefficients
 from parallel_lce.core.plan import Block
@@ -53,26 +52,26 @@ class GradientSums:
         self,
         call: Call,
         hidden: Tensor,
-        projection: Projection,
+        weight: Tensor,
+        bias: Tensor | None,
         needs: Needs,
         blocks: int,
         *,
         dtype: torch.dtype | None = None,
         scratch_bytes: int = 0,
     ) -> None:
-        self._call, self._targets, self._blocks = call, call.local_targets(), blocks
-        self.projection, real = projection, projection.real_rows
+        self._call, self._blocks, self._shape, real = call, blocks, hidden.shape, call.shard.real_rows
+        self.hidden, self.targets = flattened(hidden), call.local_targets()
+        self.projection = call.projection(weight, bias)
         self.scratch = Scratch(scratch_bytes, hidden.device)
         self.reduction = self.dweight = self.dbias = None
         if needs.hidden:
             layout = call.layout if call.options.reduce_hidden_grad else Layout()
-            self.reduction = HiddenReduction(hidden, layout, call.options.reduce_dtype)
+            self.reduction = HiddenReduction(self.hidden, layout, call.options.reduce_dtype)
         if needs.weight:
-            self.dweight = GradBuffer(
-                projection.weight, real, blocks, call.dtype, dtype=dtype, main_grad=call.main_grad
-            )
-        if needs.bias and projection.bias is not None:
-            self.dbias = GradBuffer(projection.bias, real, blocks, call.dtype, dtype=dtype)
+            self.dweight = GradBuffer(weight, real, blocks, call.dtype, dtype=dtype, main_grad=call.main_grad)
+        if needs.bias and bias is not None:
+            self.dbias = GradBuffer(bias, real, blocks, call.dtype, dtype=dtype)
 
     def add_block(
         self, block: Block, x: IncomingHidden, partial: Tensor, coefficients: Coefficients, saved: Saved | tuple[()]
@@ -87,7 +86,7 @@ class GradientSums:
         task = BackwardTask(
             call.of_block(self.projection, block),
             x.tensor,
-            call.layout.take(self._targets, block),
+            call.layout.take(self.targets, block),
             partial,
             coefficients,
             saved,
@@ -108,32 +107,32 @@ class GradientSums:
         x.wait()
         work.weight_grad()
 
-    def deliver(self, shape: torch.Size) -> Gradients:
-        """The finished gradients, dX in this ``shape [..., D]``."""
+    def deliver(self) -> Gradients:
+        """The finished gradients."""
         dx = None if self.reduction is None else self.reduction.wait()
-        if dx is not None and len(shape) != 2:
-            dx = dx.view(shape)
+        if dx is not None and len(self._shape) != 2:
+            dx = dx.view(self._shape)
         return dx, self.dweight and self.dweight.deliver(), self.dbias and self.dbias.deliver()
 
 
 def _projected_blocks(
-    call: Call, hidden: Tensor, projection: Projection
+    call: Call, sums: GradientSums
 ) -> Iterator[tuple[Block, IncomingHidden, PartialsGather, Saved | tuple[()], Any]]:
     """Projects the blocks and starts the gathers of their partials. On several ranks the next block is projected before
     a block is given. Last, what the call wants of the block's partial, on one rank."""
-    layout, backend, blocks, waiting = call.layout, call.backend, call.plan.blocks, deque()
-    targets, ahead = call.local_targets(), 1 if layout.ranks > 1 else 0
+    layout, backend, blocks, projection = call.layout, call.backend, call.plan.blocks, sums.projection
+    waiting, ahead = deque(), 1 if layout.ranks > 1 else 0
     rows = layout.sp_size * max((b.stop - b.start for b in blocks), default=0)
     entries = max((b.saved for b in blocks), default=0)
     buffers = deque(backend.allocate_saved(projection, rows, entries) for _ in range(ahead + 1))
-    for block, x in zip(blocks, hidden_of_blocks(hidden, blocks, layout)):
+    for block, x in zip(blocks, hidden_of_blocks(sums.hidden, blocks, layout)):
         x.wait()
         buffers.rotate(1)
         partials = PartialsGather(x.tensor, len(x.tensor), call.shard, call.columns, layout)
         task = ForwardTask(
             call.of_block(projection, block),
             x.tensor,
-            layout.take(targets, block),
+            layout.take(sums.targets, block),
             call.columns,
             block.saved,
             buffer=buffers[0],
@@ -159,16 +158,15 @@ def accumulate(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) 
     Collectives per block: under sequence parallelism the all-gather of its hidden states, started a block ahead; the
     all-gather of its partials, waited for after the next block's projection; the reduction of its dX.
     """
-    layout, dtype, scratch_bytes = call.layout, call.dtype, call.plan.scratch_bytes
-    shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
-    blocks = len(call.plan.blocks)
-    sums = GradientSums(call, hidden, projection, call.needs, blocks, dtype=dtype, scratch_bytes=scratch_bytes)
+    layout, dtype = call.layout, call.dtype
+    blocks, memory = len(call.plan.blocks), call.plan.scratch_bytes
+    sums = GradientSums(call, hidden, weight, bias, call.needs, blocks, dtype=dtype, scratch_bytes=memory)
     per_token = hidden.new_empty(call.shape.numel(), dtype=dtype)
     divisor = None
     if call.options.reduction == "mean":
         assert call.target is not None
         divisor = sum_of_weights(call.target, call.token_weight, call.options.ignore_index, dtype)
-    for block, x, partials, saved, found in _projected_blocks(call, hidden, projection):
+    for block, x, partials, saved, found in _projected_blocks(call, sums):
         of_tokens = call.of_tokens(block)
         merged, found = partials.finish(call.backend, of_tokens.wanted, found)
         losses, coefficients = results.of_tokens(of_tokens, merged, found, block)
@@ -176,7 +174,7 @@ def accumulate(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) 
         coefficients = coefficients._replace(divisor=divisor)
         sums.add_block(block, x, merged.partial, coefficients, saved)
         del x, partials, saved  # before the next block is projected
-    gradients = sums.deliver(shape)
+    gradients = sums.deliver()
     total = per_token.sum()
     return total if divisor is None else total / divisor, gradients
 
@@ -294,14 +292,13 @@ class Fused(torch.autograd.Function):
         else:
             (vocab_size,) = kept
             coefficients = results.of_statistics(call, partial, vocab_size, upstream)
-        layout, blocks, flat = call.layout, call.plan.blocks, flattened(hidden)
+        layout, blocks = call.layout, call.plan.blocks
         # Autograd, which saved these tensors, must not see that they are overwritten.
         of_block = [t if t is None else t.data.contiguous() for t in others]
         saved: Saved | tuple[()] = call.backend.Saved(*of_block) if of_block else ()
         exponentials = saved.exponentials if saved else None
         scratch_bytes = call.plan.scratch_bytes if saved else plan.SMALLEST_BLOCK
-        projection = call.projection(weight, bias)
-        sums = GradientSums(call, flat, projection, needs, len(blocks), scratch_bytes=scratch_bytes)
+        sums = GradientSums(call, hidden, weight, bias, needs, len(blocks), scratch_bytes=scratch_bytes)
         _, _, gamma, delta, epsilon, *_ = coefficients
         differs = not (gamma is delta is epsilon is None)
         # An earlier backward has overwritten what was saved: all logits are recomputed, in that memory. In a list:
@@ -312,7 +309,7 @@ class Fused(torch.autograd.Function):
             saved = ()
         if len(blocks) > 1:
             coefficients = call.backend.without_factor(coefficients)
-        of_blocks = hidden_of_blocks(flat, blocks, layout) if gathered is None else [IncomingHidden(gathered)]
+        of_blocks = hidden_of_blocks(sums.hidden, blocks, layout) if gathered is None else [IncomingHidden(gathered)]
         for block, x in zip(blocks, of_blocks):
             merged, of_tokens = partial, coefficients
             if len(blocks) > 1:
@@ -322,7 +319,7 @@ class Fused(torch.autograd.Function):
             if len(blocks) > 1 and saved:
                 sums.scratch.adopt(saved.exponentials)
             saved = ()
-        dx, dweight, dbias = sums.deliver(hidden.shape)
+        dx, dweight, dbias = sums.deliver()
         if call.main_grad is not None and needs.weight:
             dweight = call.main_grad.placeholder(exponentials)
         return dx, dweight, dbias, None

@@ -67,7 +67,8 @@ def prepare(
             if len(KNOWN) >= _MOST_KNOWN:
                 KNOWN.clear()
             KNOWN[key] = known
-    result = _with_tensors(known, tensors, layout, main_grad)  # may refuse a target
+    with outside_selective_checkpoints():  # whose hooks may change strides, and so what is copied
+        result = _with_tensors(known, tensors, layout, main_grad)  # may refuse a target
     debug.state.awaited = False
     return result
 
@@ -169,7 +170,6 @@ def digest(options: Options, tensors: Tensors, shape: torch.Size) -> int:
     return digest_of(*values.items(), shape.numel(), tensors.input.shape[-1], tensors.input.dtype, *per_token)
 
 
-@outside_selective_checkpoints  # hooks of a checkpoint may change strides, and so what is copied
 def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None) -> tuple[Call, Inputs]:
     hidden, weight, target, bias, *of_tokens = tensors
     target, *of_tokens = [t if t is None else out_of_inference(t) for t in (target, *of_tokens)]

@@ -99,20 +99,13 @@ def saving_without_hooks() -> AbstractContextManager:
 _SELECTIVE_CHECKPOINTS = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
 
 
-def outside_selective_checkpoints(function: F) -> F:
-    """Decorates a function that a selective checkpoint runs again whole, such as an autograd.Function's ``forward``. It
-    would keep results that the function overwrites later, or views of memory that the next run does not fill. Other
-    modes, such as a counter of FLOPs, then do not see it, either."""
-
-    @functools.wraps(function)
-    def call(*given: Any) -> Any:
-        modes = _get_current_dispatch_mode_stack()
-        if not modes or not any(isinstance(mode, _SELECTIVE_CHECKPOINTS) for mode in modes):
-            return function(*given)
-        with _disable_current_modes():
-            return function(*given)
-
-    return call  # pyright: ignore[reportReturnType]
+def outside_selective_checkpoints() -> AbstractContextManager:
+    """A context for what a selective checkpoint runs again whole, such as an autograd.Function's ``forward``. It would
+    keep results that are overwritten later, or views of memory that the next run does not fill. Other modes, such as a
+    counter of FLOPs, then do not see it, either."""
+    modes = _get_current_dispatch_mode_stack()
+    selective = modes and any(isinstance(mode, _SELECTIVE_CHECKPOINTS) for mode in modes)
+    return _disable_current_modes() if selective else nullcontext()
 
 
 def in_forward_mode() -> bool:

@@ -21,7 +21,7 @@ from parallel_lce.core.collectives import Shard
 from parallel_lce.core.memory import out_of_inference
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, check_option, check_reduction, is_number, shortened
 from parallel_lce.core.partials import accumulation_dtype
-from parallel_lce.core.private import outside_graphs
+from parallel_lce.core.private import outside_graphs, outside_selective_checkpoints
 from parallel_lce.distillation.blocks import Divergences, reduced
 from parallel_lce.distillation.torch_part import of_classes
 from parallel_lce.dtensor import DTensorAdapter, adapted
@@ -201,7 +201,9 @@ def top_k_divergence(
     else:
         total = log_q.logsumexp(-1, keepdim=True)
         log_q = log_q - total.masked_fill(total == -torch.inf, 0.0)  # of a token without any entry
-    return adapter.loss(reduced(of_classes(log_p, log_q, float(beta)), factors, reduction))
+    with outside_selective_checkpoints():
+        losses = of_classes(log_p, log_q, float(beta))
+    return adapter.loss(reduced(losses, factors, reduction))
 
 
 def _with_tail(log_probs: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from torch import Tensor
 from parallel_lce.backends.torch_logits import tiles_of_rows
 from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.partials import LOWEST_SHIFT
-from parallel_lce.core.private import outside_selective_checkpoints
 
 # Magnitude of log(q / r) below which q and r are close.
 NEAR_RATIO = 0.25
@@ -95,7 +94,6 @@ def log_ratios(log_ratio: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     return log_ratio.where(~up, 0.0) - log_sum, -log_ratio.where(up, 0.0) - log_sum
 
 
-@outside_selective_checkpoints
 def of_classes(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     """The divergence of ``[..., C]`` log-probabilities, over classes whose ``log_q`` is not -inf; differentiable."""
     # The others have probabilities of 0. Unlike -inf, this gives 0 and no NaN in products and their gradients.

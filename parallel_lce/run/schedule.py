@@ -183,10 +183,9 @@ def function_forward(forward: Callable) -> Callable:
     """Decorator for an autograd.Function's ``forward(ctx, _, tensor, ...)``. It runs on the tensor's device, without
     autocast, which would round the products of fp32 operands, and a selective checkpoint runs it again whole."""
 
-    @outside_selective_checkpoints
     @functools.wraps(forward)
     def call(*given):
-        with device_without_autocast(given[2]):
+        with outside_selective_checkpoints(), device_without_autocast(given[2]):
             return forward(*given)
 
     return call

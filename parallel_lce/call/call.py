@@ -156,8 +156,6 @@ class Feature:
     No hook starts a collective.
     """
 
-    # This rank's part of the message, [message_size], -inf at first. Only during a forward.
-    message: Any = None
     # What the forward keeps for the backward.
     saved: Tensor | None = None
 
@@ -181,8 +179,8 @@ class Feature:
         """Numbers, of the statistics' dtype, that each rank adds to the message of partials."""
         return 0
 
-    def before_block(self, call: Call, task: ForwardTask, block: Block) -> ForwardTask:
-        """The task that the backend gets for a block."""
+    def before_block(self, call: Call, task: ForwardTask, block: Block, message: Tensor) -> ForwardTask:
+        """The task that the backend gets for a block. ``message [message_size]``: this rank's part, -inf at first."""
         return task
 
     def outputs(self, call: Call, merged: Merged, messages: Tensor, statistics: Mapping[str, Any]) -> dict[str, Tensor]:

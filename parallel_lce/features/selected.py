@@ -51,9 +51,9 @@ class Selected(Feature):
     def message_size(self, call: Any) -> int:
         return len(call.selection.ids)
 
-    def before_block(self, call: Any, task: ForwardTask, block: Block) -> ForwardTask:
+    def before_block(self, call: Any, task: ForwardTask, block: Block, message: Tensor) -> ForwardTask:
         selection = call.selection.of_block(call.layout, block, call.shard.start)
-        return task._replace(selection=selection._replace(logits=self.message))
+        return task._replace(selection=selection._replace(logits=message))
 
     def outputs(self, call: Any, merged: Merged, messages: Tensor, statistics: Mapping[str, Any]) -> dict[str, Tensor]:
         selection, owner = call.selection, call.selection.owner

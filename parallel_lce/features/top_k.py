@@ -37,7 +37,7 @@ class TopK(Feature):
     def message_size(self, call: Any) -> int:
         return 2 * call.shape.numel() * call.options.top_k
 
-    def before_block(self, call: Any, task: ForwardTask, block: Block) -> ForwardTask:
+    def before_block(self, call: Any, task: ForwardTask, block: Block, message: Tensor) -> ForwardTask:
         k, projection, x = call.options.top_k, task.projection, task.x
         entries = projection.real_rows
         here, found = torch.arange(entries, device=x.device) + projection.start, min(k, entries)
@@ -48,10 +48,9 @@ class TopK(Feature):
             rows = slice(some.start, some.stop)
             logits, _ = block_logits(call.backend, projection.of_rows(rows), x[rows])
             values[rows, :found], ids[rows, :found] = largest(logits, here.expand(len(logits), -1), found)
-        # [2, N, K]: logits and ids
-        message = self.message.view(2, -1, k)
-        call.layout.put(message[0].t(), block, values.t())
-        call.layout.put(integer_view(message[1]).t(), block, ids.t())
+        its_values, its_ids = message.view(2, -1, k)
+        call.layout.put(its_values.t(), block, values.t())
+        call.layout.put(integer_view(its_ids).t(), block, ids.t())
         return task
 
     def outputs(self, call: Any, merged: Merged, messages: Tensor, statistics: Mapping[str, Any]) -> dict[str, Tensor]:

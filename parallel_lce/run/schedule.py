@@ -227,8 +227,7 @@ class Fused(torch.autograd.Function):
         single, codes = len(blocks) == 1, call.plan.codes
         sizes = [feature.message_size(call) for feature in features]
         partials = PartialsGather(flat, call.shape.numel(), call.shard, call.columns, layout, sum(sizes))
-        for feature, message in zip(features, partials.extra.split(sizes) if features else ()):
-            feature.message = message.fill_(-torch.inf)
+        messages = partials.extra.fill_(-torch.inf).split(sizes) if features else ()
         gathered: Tensor | None = None
         # The backend's saved tensors of the first block.
         saved: Saved | tuple[()] = ()
@@ -241,8 +240,8 @@ class Fused(torch.autograd.Function):
             x = incoming.wait()
             target, of_block = layout.take(targets, block), call.of_block(projection, block)
             task = ForwardTask(of_block, x, target, call.columns, block.saved, out=out, codes=codes, wanted=at_once)
-            for feature in features:
-                task = feature.before_block(call, task, block)
+            for feature, message in zip(features, messages):
+                task = feature.before_block(call, task, block, message)
             partial, of_this, found = backend.block_forward(task)
             saved = saved or of_this
             if call.plan.hidden_bytes:
@@ -254,15 +253,12 @@ class Fused(torch.autograd.Function):
         if layout.ranks > 1:
             partials.start(0 if call.selection is None else checksum_of(*call.selection[:3]))
         merged, found = partials.finish(backend, wanted, found)
-        is_loss = call.options.kind == "loss"
-        for feature, messages in zip(features, partials.extras.split(sizes, 1) if features else ()):
-            feature.message = None
-            if not is_loss:
-                found |= feature.outputs(call, merged, messages, found)
         # ``kept``: from what backward makes the coefficients.
-        if is_loss:
+        if call.options.kind == "loss":
             outputs, kept = results.loss_of(call, merged, found)
         else:
+            for feature, of_ranks in zip(features, partials.extras.split(sizes, 1) if features else ()):
+                found |= feature.outputs(call, merged, of_ranks, found)
             outputs, kept = tuple([found.get(name) for name in NAMES]), (found["vocab_size"],)
             ctx.mark_non_differentiable(*[v for v in outputs[len(DIFFERENTIABLE) :] if v is not None])
             # Most statistics get no upstream gradient: autograd need not make zeros for them.

@@ -2,7 +2,7 @@
 
 A plan is a pure function of numbers that every rank of the group shares, never of the local shard: its blocks decide
 how many collectives a call makes. A candidate's function returns None where it is not possible. :func:`plan` takes the
-fastest, by an estimate from its products and from what it adds to sums in memory (:func:`_time`). "Exponentials" are
+fastest, by an estimate from its products and its sums in memory (:attr:`Plan.time`). "Exponentials" are
 what a call may save for backward: exp of the logits or, under a soft-cap, what it is applied to.
 """
 
@@ -221,6 +221,33 @@ class Plan:
     hidden_bytes: int = 0
     # Whether exponentials are saved as codes of one byte.
     codes: bool = False
+    # Parts of the rows that are added to dW one after another; 0: the blocks.
+    pieces: int = 0
+    # Parts of the vocabulary that are added to dX.
+    slices: int = 1
+    # Bytes of the fp32 accumulator of dW or dX that this plan needs and others do not.
+    accumulator: int = 0
+
+    @cached_property
+    def time(self) -> float:
+        """Estimated time of the call, in flops of its matrix products. Each part but the first reads and writes an fp32
+        sum. A sum that is not the result itself is then read and rounded. Of each code that is decoded, a gradient is
+        written."""
+
+        def traffic(elements: int, parts: int, is_result: bool) -> int:
+            return elements * (8 * (parts - 1) + (0 if is_result or parts == 1 else 6)) if parts else 0
+
+        p = self.problem
+        share = 1 if self.accumulate else self.first_rows / max(1, p.part_rows)
+        recomputed = 1 - share * min(1, self.saved / max(1, p.shard_rows))
+        products = 1 + p.needs.hidden + p.needs.weight + recomputed
+        decoded = p.tokens * self.saved if self.codes else 0
+        nbytes = decoded * (1 + p.itemsize)
+        if p.needs.weight:
+            nbytes += traffic(p.shard_rows * p.hidden_size, self.pieces or len(self.blocks), p.dw_is_sum)
+        if p.needs.hidden:
+            nbytes += traffic(p.tokens * p.hidden_size, self.slices, p.dx_is_sum)
+        return 2 * p.tokens * p.shard_rows * p.hidden_size * products + p.flops_per_byte * nbytes
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -260,48 +287,16 @@ class Plan:
         return replace(self, saved=min(shard_rows, max(0, room) // entry))
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    plan: Plan
-    # Parts of the rows that are added to dW one after another; 0: the blocks.
-    pieces: int = 0
-    # Parts of the vocabulary that are added to dX.
-    slices: int = 1
-    # Bytes of the fp32 accumulator of dW or dX that this candidate needs and others do not.
-    accumulator: int = 0
-
-    @cached_property
-    def time(self) -> float:
-        """Estimated time of the call, in flops of its matrix products. Each part but the first reads and writes an fp32
-        sum. A sum that is not the result itself is then read and rounded. Of each code that is decoded, a gradient is
-        written."""
-
-        def traffic(elements: int, parts: int, is_result: bool) -> int:
-            return elements * (8 * (parts - 1) + (0 if is_result or parts == 1 else 6)) if parts else 0
-
-        plan, p = self.plan, self.plan.problem
-        share = 1 if plan.accumulate else plan.first_rows / max(1, p.part_rows)
-        recomputed = 1 - share * min(1, plan.saved / max(1, p.shard_rows))
-        products = 1 + p.needs.hidden + p.needs.weight + recomputed
-        decoded = p.tokens * plan.saved if plan.codes else 0
-        nbytes = decoded * (1 + p.itemsize)
-        if p.needs.weight:
-            nbytes += traffic(p.shard_rows * p.hidden_size, self.pieces or len(plan.blocks), p.dw_is_sum)
-        if p.needs.hidden:
-            nbytes += traffic(p.tokens * p.hidden_size, self.slices, p.dx_is_sum)
-        return 2 * p.tokens * p.shard_rows * p.hidden_size * products + p.flops_per_byte * nbytes
-
-
-def _save(p: Problem) -> _Candidate | None:
+def _save(p: Problem) -> Plan | None:
     """Save every exponential; and the gathered hidden states, if they fit beside them."""
     left = p.budget - p.tokens * p.row_bytes
     if not p.savable or left < 0:
         return None
     hidden_bytes = p.gathered_bytes if p.gathered_bytes <= left else 0
-    return _Candidate(p.plan(first_rows=p.part_rows, saved=p.shard_rows, hidden_bytes=hidden_bytes))
+    return p.plan(first_rows=p.part_rows, saved=p.shard_rows, hidden_bytes=hidden_bytes)
 
 
-def _accumulate(p: Problem) -> _Candidate | None:
+def _accumulate(p: Problem) -> Plan | None:
     """Form gradients in forward, in blocks of the budget. Possible if that needs no more memory than saving
     everything."""
     whole = p.tokens * p.row_bytes
@@ -314,12 +309,11 @@ def _accumulate(p: Problem) -> _Candidate | None:
     fits = alive * block_tokens * p.row_bytes + p.dw_sum <= whole + dw_new and p.dw_sum <= whole
     if not (p.accumulable and p.savable and fits):
         return None
-    memory = dict(block_bytes=block_bytes, scratch_bytes=SMALLEST_BLOCK)
-    planned = p.plan(saved=p.shard_rows, block_rows=block_rows, accumulate=True, **memory)
-    return _Candidate(planned, accumulator=p.dw_sum)
+    memory = dict(block_bytes=block_bytes, scratch_bytes=SMALLEST_BLOCK, accumulator=p.dw_sum)
+    return p.plan(saved=p.shard_rows, block_rows=block_rows, accumulate=True, **memory)
 
 
-def _recompute_by_rows(p: Problem, long: bool = False) -> _Candidate | None:
+def _recompute_by_rows(p: Problem, long: bool = False) -> Plan | None:
     """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW.
 
     ``long``: save nothing. Blocks have so many tokens that only :data:`LONG_SLICE` entries of them fit the working
@@ -331,18 +325,18 @@ def _recompute_by_rows(p: Problem, long: bool = False) -> _Candidate | None:
         slices = -(-p.shard_rows // LONG_SLICE)
         if p.part_rows <= block_rows:
             return None
-    planned = p.plan(first_rows, p.shard_rows if first_rows else 0, block_rows)
+    planned = p.plan(first_rows, p.shard_rows if first_rows else 0, block_rows, slices=slices)
     sums = p.dw_sum if len(planned.blocks) > 1 and not p.dw_is_sum else 0
     if slices > 1 and not p.dx_is_sum:
         sums += min(p.tokens, p.sp_size * block_rows) * p.hidden_size * 4
-    return _Candidate(planned, slices=slices, accumulator=sums)
+    return replace(planned, accumulator=sums)
 
 
-def _recompute_by_vocabulary(p: Problem) -> _Candidate:
+def _recompute_by_vocabulary(p: Problem) -> Plan:
     """Save some vocabulary rows for all tokens. The others are recomputed slice by slice, and add to an fp32 dX."""
     saved = p.room // p.entry_bytes
     pieces, slices = _cut_by_vocabulary(p, max(saved * p.entry_bytes, SMALLEST_BLOCK), whole=saved > 0)
-    return _Candidate(p.plan(p.part_rows, saved), pieces, slices, p.dx_sum)
+    return p.plan(first_rows=p.part_rows, saved=saved, pieces=pieces, slices=slices, accumulator=p.dx_sum)
 
 
 def _cut_by_vocabulary(p: Problem, scratch: int, whole: bool = False) -> tuple[int, int]:
@@ -354,7 +348,7 @@ def _cut_by_vocabulary(p: Problem, scratch: int, whole: bool = False) -> tuple[i
     return pieces, -(-p.shard_rows // entries)
 
 
-def _code(p: Problem) -> _Candidate | None:
+def _code(p: Problem) -> Plan | None:
     """Save the exponentials of as many vocabulary rows as fit, in codes of one byte. Slices of all rows are decoded, or
     recomputed, into scratch memory, and add to an fp32 dX."""
     left = p.budget - p.tokens * p.shard_rows
@@ -362,8 +356,9 @@ def _code(p: Problem) -> _Candidate | None:
     saved = min(p.shard_rows, (p.budget - scratch) // max(1, p.tokens))
     if not p.codable or saved <= 0:
         return None
-    planned = p.plan(p.part_rows, saved, scratch_bytes=scratch, codes=True)
-    return _Candidate(planned, *_cut_by_vocabulary(p, scratch), accumulator=p.dx_sum)
+    pieces, slices = _cut_by_vocabulary(p, scratch)
+    parts = dict(pieces=pieces, slices=slices, accumulator=p.dx_sum)
+    return p.plan(first_rows=p.part_rows, saved=saved, scratch_bytes=scratch, codes=True, **parts)
 
 
 def plan(p: Problem) -> Plan:
@@ -377,7 +372,7 @@ def plan(p: Problem) -> Plan:
     candidates = _save(p), _accumulate(p), *recomputed, _recompute_by_rows(p, long=True), _code(p)
     possible = [c for c in candidates if c is not None]
     fastest = min([c.time for c in possible])
-    return min([c for c in possible if c.time <= NEARLY * fastest], key=lambda c: c.accumulator).plan
+    return min([c for c in possible if c.time <= NEARLY * fastest], key=lambda c: c.accumulator)
 
 
 def balanced(rows: int, most: int) -> int:

@@ -26,7 +26,7 @@ from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.memory import in_memory, out_of_inference
 from parallel_lce.core.options import Options, Tensors, agreed, as_int64, check_options, with_floats
 from parallel_lce.core.partials import accumulation_dtype
-from parallel_lce.core.plan import BUDGET_VARIABLE, Needs, Plan, Problem, default_budget, plan, shared_shard_rows
+from parallel_lce.core.plan import BUDGET_VARIABLE, NOMINAL_SHARD, Needs, Plan, Problem, default_budget, plan
 from parallel_lce.core.private import in_forward_mode, outside_selective_checkpoints
 from parallel_lce.core.selection import Selection
 
@@ -195,14 +195,11 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
 def _plan(call: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None) -> Plan:
     """The plan of a call without its tensors."""
     options, backend, shard, dtype = call.options, call.backend, call.shard, tensors.linear_weight.dtype
+    size = known_vocab_size(shard.rows, layout, options.vocab_start, options.vocab_size)
     # Accumulation needs token weights without a gradient and, on several ranks, the same blocks on each. It writes dX
     # before the upstream gradient, and with it the loss scale of fp16, is known.
-    accumulable = (
-        options.reduction in ("mean", "sum")
-        and main_grad is None
-        and (options.vocab_start is None or options.vocab_size is not None or layout.ranks == 1)
-        and dtype != torch.float16
-    )
+    reduced = options.reduction in ("mean", "sum")
+    accumulable = reduced and main_grad is None and size is not None and dtype != torch.float16
     # Codes have too little precision for differences of entries, and for logits. A bias may set entries so far apart,
     # or exclude one, that a window's few codes are too far from each other.
     plain = not call.features and not call.columns.differ and options.logit_softcap is None
@@ -214,7 +211,7 @@ def _plan(call: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | No
         savable = False
     problem = Problem(
         call.shape.numel(),
-        shared_shard_rows(shard.rows, layout.ranks, options.vocab_start, options.vocab_size),
+        NOMINAL_SHARD if size is None else -(-size // layout.ranks),
         tensors.input.shape[-1],
         dtype.itemsize,
         budget=options.logits_budget or 0,

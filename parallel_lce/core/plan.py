@@ -108,7 +108,7 @@ class Problem:
 
     # N, the tokens of the whole sequence.
     tokens: int
-    # ceil(V / P)
+    # ceil(V / P), or :data:`NOMINAL_SHARD`: the same number on every rank.
     shard_rows: int
     # D
     hidden_size: int
@@ -394,10 +394,3 @@ def blocks_within(budget: int, rows: int, token_bytes: int, sp_size: int = 1) ->
     :data:`SMALLEST_BLOCK` if that is more, of at least :data:`FEWEST_TOKENS`."""
     fitting = max(budget, SMALLEST_BLOCK) // max(1, sp_size * token_bytes)
     return tuple(_cut(0, rows, max(fitting, -(-FEWEST_TOKENS // sp_size))))
-
-
-def shared_shard_rows(local_rows: int, ranks: int, vocab_start: int | None, vocab_size: int | None) -> int:
-    """Vocabulary rows per rank that :func:`plan` assumes: the same number on every rank."""
-    if vocab_size is not None:
-        return -(-vocab_size // ranks)
-    return local_rows if vocab_start is None or ranks == 1 else NOMINAL_SHARD

@@ -32,7 +32,7 @@ from parallel_lce.core.collectives import PartialsGather, all_gather, digest_of,
 from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.memory import in_memory
 from parallel_lce.core.partials import MAX, SUM_EXP, Columns
-from parallel_lce.core.plan import Block, blocks_within, shared_shard_rows
+from parallel_lce.core.plan import Block, blocks_within
 from parallel_lce.distillation.torch_part import DIVERGENCE, ROWS
 from parallel_lce.run.schedule import GradientSums, function_backward, function_forward
 
@@ -91,13 +91,12 @@ def _pass(
     numbers ``[ROWS, N]``, which may be ``known`` from an earlier pass. In the first pass dW and dbias stay in the
     statistics' dtype: they will be scaled."""
     student, teacher, beta = task
-    layout, dtype, shard, options = student.layout, student.dtype, student.shard, student.options
+    layout, dtype, problem = student.layout, student.dtype, student.plan.problem
     # Saved-tensor hooks may have changed strides.
     x, y = [flattened(each).contiguous() for each in (inputs[0], inputs[3])]
     # The largest blocks whose logits and gradient fit in the budget.
-    entries = shared_shard_rows(shard.rows, layout.ranks, options.vocab_start, options.vocab_size)
-    token_bytes = entries * (2 * dtype.itemsize + x.dtype.itemsize)
-    blocks = blocks_within(options.logits_budget or 0, len(x), token_bytes, layout.sp_size)
+    token_bytes = problem.shard_rows * (2 * dtype.itemsize + x.dtype.itemsize)
+    blocks = blocks_within(problem.budget, len(x), token_bytes, layout.sp_size)
     # Of the gradient of the student's output. On CPUs low-precision products are slower, and no more exact.
     gradient_dtype = x.dtype if x.is_cuda else dtype
     sums = GradientSums(student, *inputs[:3], needs=needs, blocks=len(blocks), dtype=dtype if known is None else None)

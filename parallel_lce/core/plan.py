@@ -135,7 +135,7 @@ class Problem:
     # Whether the backend recomputes logits in the memory of the saved exponentials.
     reuses_saved: bool = False
 
-    @property
+    @cached_property
     def part_rows(self) -> int:
         return self.tokens // self.sp_size
 

@@ -6,7 +6,7 @@ No backend starts a collective or waits for one. The caller runs it on the weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -115,7 +115,7 @@ class BackwardTask(NamedTuple):
     """The arguments of a block's backward."""
 
     projection: Projection
-    # [R, D]. Hidden states of other ranks may arrive later: see ``reads_hidden_first``.
+    # [R, D]. Hidden states of other ranks may arrive later: see ``block_backward``.
     x: Tensor
     # See ForwardTask.
     target: Tensor | None
@@ -151,19 +151,6 @@ class BackwardTask(NamedTuple):
         )
 
 
-class BlockBackward(Protocol):
-    """The gradients of one block, in two steps: a collective sums dX while dW is formed."""
-
-    # Whether hidden_grad reads x, so that the gather of x must be complete.
-    reads_hidden_first: bool
-
-    def hidden_grad(self) -> None:
-        """Form dX, and any part of dW and dbias."""
-
-    def weight_grad(self) -> None:
-        """Form what is left of dW and dbias."""
-
-
 class Backend(Protocol):
     # In PARALLEL_LCE_BACKEND.
     NAME: str
@@ -196,8 +183,11 @@ class Backend(Protocol):
         vocabulary rows; and, as of :meth:`merge_ranks`, what the task wants."""
         ...
 
-    def block_backward(self, task: BackwardTask) -> BlockBackward:
-        """Logits whose exponentials are not saved are projected again."""
+    def block_backward(self, task: BackwardTask) -> Iterator[bool]:
+        """Forms the gradients of a block. Logits whose exponentials are not saved are projected again.
+
+        Yields True once dX is complete: while a collective sums it, what is left of dW and dbias is formed. If hidden
+        states are read before, yields False first. At both all of them must arrive before the iterator goes on."""
         ...
 
     # --- results of all tokens ---

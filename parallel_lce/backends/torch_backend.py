@@ -8,6 +8,7 @@ generalised to any statistic.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -157,21 +158,12 @@ def _block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     return partial, () if saved is None else saved
 
 
-# For dW and for dbias: the sum of a window's rows, and whether it must be overwritten; None if not needed.
-_Sums = tuple[tuple[Tensor, bool] | None, tuple[Tensor, bool] | None]
-
-
-class BlockBackward:
-    """Gradients of a block, one tile of logits after another."""
-
-    reads_hidden_first = True
+class LogitsGradient:
+    """The gradient of a block's logits, in tiles."""
 
     def __init__(self, task: BackwardTask) -> None:
         projection, x, partial, saved, selection = task.projection, task.x, task.partial, task.saved, task.selection
-        self._projection, self._x, self._target = projection, x, task.target
-        self._dx, self._dweight, self._dbias, self._scratch = task.dx, task.dweight, task.dbias, task.scratch
-        # The last tile, which is added to dW after dX is complete.
-        self._last: tuple[slice, slice, _Sums, Tensor] | None = None
+        self._projection, self._target, self._scratch = projection, task.target, task.scratch
         rows, real, dtype = x.shape[0], projection.real_rows, projection.dtype
         if selection is not None and saved and saved.exponentials.dtype != dtype:
             # A selected entry's term may cancel nearly all of its gradient. Rounded exponentials would leave an error.
@@ -185,10 +177,10 @@ class BlockBackward:
             self._saved_width = -(-self._save // saved.maxima.shape[0])
         coefficients = without_factor(task.coefficients)
         alpha, others = coefficients.alpha, (coefficients.gamma, coefficients.delta, coefficients.epsilon)
-        self._row_tiles = row_tiles(rows)
+        self.row_tiles = row_tiles(rows)
         temporaries = projection.logit_map.softcap is not None or coefficients.delta is not None
         temporaries |= coefficients.epsilon is not None
-        self._windows = self._cut(window_size(projection, self._row_tiles[0].stop if rows else 0, temporaries))
+        self.windows = self._cut(window_size(projection, self.row_tiles[0].stop if rows else 0, temporaries))
         maximum, sum_exp = partial[MAX], partial[SUM_EXP]
         # A row without a finite logit has M = -inf.
         self._maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
@@ -202,12 +194,12 @@ class BlockBackward:
         factor: Tensor | float = projection.logit_map.scale
         if projection.logit_map.token_scale is not None:
             factor = factor * projection.logit_map.token_scale
-        # fp16 operands are multiplied by a power of two. None: 1
-        self._fp16_unscale: Tensor | None = None
+        # fp16 operands are multiplied by a power of two; this is 1 divided by it. None: 1
+        self.fp16_unscale: Tensor | None = None
         # The dtype of x[:0] is read instead of x: the gather of x may not be complete.
         if x.dtype == torch.float16 and operand(x[:0]).dtype == torch.float16:
             fp16_scale = fp16_scale_of(coefficients, sum_exp, projection, selection)
-            factor, self._fp16_unscale = factor * fp16_scale, 1 / fp16_scale
+            factor, self.fp16_unscale = factor * fp16_scale, 1 / fp16_scale
             if selection is not None:
                 selection = selection._replace(gradient=selection.gradient * fp16_scale)
         self._selection = selection
@@ -232,58 +224,12 @@ class BlockBackward:
             windows += even_slices(start, min(start + self._saved_width, self._save), width)
         return windows + even_slices(self._save, self._projection.real_rows, width)
 
-    def hidden_grad(self) -> None:
-        """Form dX, and dW and dbias of all tiles but the last."""
-        projection, dtype = self._projection, self._projection.dtype
-        self._x = operand(self._x)
-        dx = total = None if self._dx is None else self._dx.memory
-        if dx is not None and dx.dtype != dtype:
-            total = dx.new_empty(dx.shape, dtype=dtype)
-        if total is not None and not self._windows:
-            total.zero_()
-        for window in self._windows:
-            start, stop = window.start, window.stop
-            sums = self._dweight and self._dweight.open(start, stop), self._dbias and self._dbias.open(start, stop)
-            weight = operand(some_rows(projection.weight, start, stop))
-            for rows in self._row_tiles:
-                if self._last is not None:
-                    self._add_to_weight(*self._last)
-                gradient = self._gradient(rows, window, weight)
-                if total is not None:
-                    factor = self._fp16_unscale
-                    accumulate(total[rows], gradient.t(), weight, overwrite=start == 0, factor=factor)
-                self._last = rows, window, sums, gradient
-        if dx is not None and total is not None and total is not dx:
-            dx.copy_(total)
-
-    def weight_grad(self) -> None:
-        """dW and dbias of the last tile."""
-        if self._last is not None:
-            self._add_to_weight(*self._last)
-            self._last = None
-
-    def _add_to_weight(self, rows: slice, window: slice, sums: _Sums, gradient: Tensor) -> None:
-        """Add a tile's ``gradient [entries, rows]`` to dW and dbias of its window."""
-        (of_weight, of_bias), factor = sums, self._fp16_unscale
-        first, last = rows.start == 0, rows.stop == self._x.shape[0]
-        if self._dweight is not None and of_weight is not None:
-            total, empty = of_weight
-            accumulate(total, gradient, self._x[rows], overwrite=empty and first, factor=factor)
-            if last:
-                self._dweight.close(window.start, window.stop, total)
-        if self._dbias is not None and of_bias is not None:
-            total, empty = of_bias
-            summed = gradient.sum(1, dtype=total.dtype)
-            put(total, summed if factor is None else summed.mul_(factor), empty and first)
-            if last:
-                self._dbias.close(window.start, window.stop, total)
-
-    def _gradient(self, rows: slice, window: slice, weight: Tensor) -> Tensor:
-        """The gradient of a tile. ``weight``: the window's rows as an operand."""
+    def of_tile(self, rows: slice, window: slice, x: Tensor, weight: Tensor) -> Tensor:
+        """The gradient of a tile, ``[entries, rows]``. ``x``, ``weight``: its rows and entries as operands."""
         if window.start < self._save:
             gradient, slope = self._from_saved(rows, window)
         else:
-            gradient, slope = self._recomputed(rows, window, weight)
+            gradient, slope = self._recomputed(rows, window, x, weight)
         if self._gamma is not None:
             gradient -= self._gamma[rows]
         if slope is not None:
@@ -292,7 +238,7 @@ class BlockBackward:
             set_at_targets(gradient, self._target[rows], window, self._of_target[rows])
         if self._selection is not None:
             add_selected(gradient, self._selection, rows, window)
-        return gradient.to(self._x.dtype)
+        return gradient.to(x.dtype)
 
     def _from_saved(self, rows: slice, window: slice) -> tuple[Tensor, Tensor | None]:
         """The gradient before gamma and the targets', and the slope of the soft-cap."""
@@ -313,11 +259,11 @@ class BlockBackward:
         below_max = None if self._delta is None else e.log().clamp_(min=LOWEST_SHIFT)
         return self._softmax_gradient(e, below_max, rows), None
 
-    def _recomputed(self, rows: slice, window: slice, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _recomputed(self, rows: slice, window: slice, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         """As :meth:`_from_saved`, from logits that are projected again."""
         projection = self._projection.of_rows(rows)
         out = borrowed(self._scratch, rows, window, projection.dtype)
-        z = logits(projection, some_rows(self._x, rows.start, rows.stop), weight, window, out)
+        z = logits(projection, x, weight, window, out)
         slope = projection.logit_map.slope(z)
         return self._of_logits(z, rows), slope
 
@@ -340,7 +286,38 @@ class BlockBackward:
         return e.mul_(factor)
 
 
-block_backward = BlockBackward
+def block_backward(task: BackwardTask) -> Iterator[bool]:
+    of_logits, dtype, dweight, dbias = LogitsGradient(task), task.projection.dtype, task.dweight, task.dbias
+    yield False
+    x, factor, windows, row_tiles = operand(task.x), of_logits.fp16_unscale, of_logits.windows, of_logits.row_tiles
+    dx = None if task.dx is None else task.dx.memory
+    total = dx if dx is None or dx.dtype == dtype else dx.new_empty(dx.shape, dtype=dtype)
+    if not (windows and row_tiles):
+        if dx is not None:
+            dx.zero_()
+        yield True
+    for window in windows:
+        start, stop = window.start, window.stop
+        of_weight, of_bias = dweight and dweight.open(start, stop), dbias and dbias.open(start, stop)
+        weight = operand(some_rows(task.projection.weight, start, stop))
+        for rows in row_tiles:
+            tile_x, first = some_rows(x, rows.start, rows.stop), rows is row_tiles[0]
+            gradient = of_logits.of_tile(rows, window, tile_x, weight)
+            if total is not None:
+                accumulate(total[rows], gradient.t(), weight, overwrite=start == 0, factor=factor)
+            if window is windows[-1] and rows is row_tiles[-1]:
+                if dx is not None and total is not None and total is not dx:
+                    dx.copy_(total)
+                total = None
+                yield True
+            if of_weight is not None:
+                accumulate(of_weight[0], gradient, tile_x, overwrite=of_weight[1] and first, factor=factor)
+            if of_bias is not None:
+                summed = gradient.sum(1, dtype=of_bias[0].dtype)
+                put(of_bias[0], summed if factor is None else summed.mul_(factor), of_bias[1] and first)
+        for buffer, opened in ((dweight, of_weight), (dbias, of_bias)):
+            if buffer is not None and opened is not None:
+                buffer.close(start, stop, opened[0])
 
 
 def recovers_differences(dtype: torch.dtype) -> bool:

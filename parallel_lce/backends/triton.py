@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parallel_lce.backends import torch_backend
 from parallel_lce.backends.interface import ForwardTask
-from parallel_lce.backends.triton_backward import BlockBackward
+from parallel_lce.backends.triton_backward import block_backward
 from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.options import Wanted
 from parallel_lce.core.partials import TARGET, Columns
@@ -37,7 +37,6 @@ NAME: str = "triton"
 SAME_BITS: bool = True
 REUSES_SAVED: bool = True
 CODES: bool = True
-block_backward = BlockBackward
 
 
 def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:

@@ -13,6 +13,7 @@ Rows of G, and the gradients of targets: :mod:`parallel_lce.kernels.token_gradie
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,64 +198,64 @@ class Piece:
             add_targets(total, start, self.targets, x)
 
 
+def block_backward(task: BackwardTask) -> Iterator[bool]:
+    real, saved = task.projection.real_rows, task.saved
+    if len(task.x) == 0 or real == 0:
+        if task.dx is not None:
+            task.dx.memory.zero_()
+        yield True
+        return
+    # Codes are decoded in slices, as logits are recomputed. Saved rows may be padded.
+    entries = min(saved.exponentials.shape[1], real) if saved and saved.shift is None else 0
+    if entries < real:
+        yield False
+    yield from BlockBackward(task, entries).run()
+
+
 class BlockBackward:
     """Gradients of a block. The saved exponentials are overwritten, and recomputed slices reuse their memory. dX is
     complete before the last slice's dW product starts. If nothing is saved and nothing waits for dX, it is formed last
-    (``HiddenGrad``). Peak memory beside the exponentials and ``scratch``: fp32 products of
-    at most 128 MiB, or of dX's size where several slices add to it, and a copy of x."""
+    (``HiddenGrad``). Peak memory beside the exponentials and ``scratch``: fp32 products of at most 128 MiB, or of dX's
+    size where several slices add to it, and a copy of x."""
 
-    def __init__(self, task: BackwardTask) -> None:
-        projection = task.projection
-        saved: Saved | tuple[()] = task.saved
-        self._task, self._projection, self._saved = task, projection, saved
-        # The last slice, whose dW is formed by weight_grad.
-        self._last: tuple[Piece, Slice] | None = None
+    def __init__(self, task: BackwardTask, saved_entries: int) -> None:
+        """``saved_entries``: of the shard, the first, whose exponentials are saved."""
+        x, dx, scratch = aligned_contiguous(task.x), task.dx, task.scratch
+        self._task = task = task._replace(x=x)
+        self._projection, self._saved_entries = task.projection, saved_entries
         self._dx_written = False
-        # Whether recomputed slices take dX's bytes, so that dX is formed after dW.
-        self._dx_last = False
         # By gradient buffer: the sum of the current range of entries, to which all pieces add.
         self._sums: dict[GradBuffer, tuple[Tensor, bool]] = {}
-        # Set by hidden_grad.
-        self._ranges: list[tuple[int, int]] = []
-        self._pieces: list[Piece] = []
-        # Saved rows may be padded.
-        known = min(saved.exponentials.shape[1], projection.real_rows) if saved else 0
-        # Codes are decoded in slices, as logits are recomputed.
-        self._coded = bool(saved and saved.shift is not None)
-        self._saved_entries = 0 if self._coded else known
-        self._empty = task.x.shape[0] == 0 or projection.real_rows == 0
-        self.reads_hidden_first = not self._empty and self._saved_entries < projection.real_rows
-
-    def _cut(self) -> tuple[list[tuple[int, int]], list[Piece]]:
-        """The ranges of vocabulary entries, and the pieces of rows. A piece has a slice for each range."""
-        x, saved, dx = aligned_contiguous(self._task.x), self._saved, self._task.dx
-        task = self._task._replace(x=x)
-        held = 0 if not saved or self._coded else saved.exponentials.numel()
-        capacity = max(held, task.scratch.capacity(x.dtype))
-        ranges, cut = self._tiling(x, capacity)
+        held = task.saved.exponentials.numel() if saved_entries else 0
+        capacity = max(held, scratch.capacity(x.dtype))
+        ranges, cut = self._tiling(capacity)
+        # Whether recomputed slices take dX's bytes, so that dX is formed after dW.
+        self._dx_last = False
         # Several ranges are added to an fp32 sum of dX.
         summed = len(ranges) > 1 and x.dtype != self._projection.dtype
-        if dx is not None and dx.last and summed and held == 0 and not task.scratch.allocated:
-            wider = self._tiling(x, max(capacity, min(capacity + x.numel(), len(x) * LONGEST_SLICE)))
+        if dx is not None and dx.last and summed and held == 0 and not scratch.allocated:
+            wider = self._tiling(max(capacity, min(capacity + x.numel(), len(x) * LONGEST_SLICE)))
             self._dx_last = len(wider[0]) > 1
             ranges, cut = wider if self._dx_last else (ranges, cut)
-        # Pieces begin at multiples of 128 rows, and so aligned.
-        pieces = [Piece(task if len(cut) == 1 else task.of_rows(rows), rows) for rows in cut]
-        return [(0, self._saved_entries), *ranges] if self._saved_entries else ranges, pieces
+        # Ranges of entries; and pieces of rows, which begin at multiples of 128 rows, and so aligned. A piece has a
+        # slice for each range.
+        self._ranges = [(0, saved_entries), *ranges] if saved_entries else ranges
+        self._pieces = [Piece(task if len(cut) == 1 else task.of_rows(rows), rows) for rows in cut]
 
-    def _tiling(self, x: Tensor, capacity: int) -> tuple[list[tuple[int, int]], list[slice]]:
-        """Cut the recomputed gradient of ``x [R, D]`` into ranges of the shard's entries, behind the saved ones, and
-        pieces of rows. One range of one piece has at most ``capacity`` elements, or one window.
+    def _tiling(self, capacity: int) -> tuple[list[tuple[int, int]], list[slice]]:
+        """Cut the recomputed gradient into ranges of the shard's entries, behind the saved ones, and pieces of rows.
+        One range of one piece has at most ``capacity`` elements, or one window.
 
         The entries of a range are the K dimension of the product for dX; the rows of a piece, of the product for dW.
         Each product is added to a sum in memory, which slows a product with a K dimension below ``LONG_SLICE``. So the
         rows are cut if ranges of all rows would be narrower than that; such ranges have a product for dW of at most
         ``PRODUCT_BYTES``. If exponentials are saved, all rows stay together."""
-        (rows, _), start, real, saved = x.shape, self._saved_entries, self._projection.real_rows, self._saved
+        x, start, real, saved = self._task.x, self._saved_entries, self._projection.real_rows, self._task.saved
+        rows = len(x)
         if start == real:
             return [], [slice(0, rows)]
         # Codes are decoded in whole windows of the forward.
-        window = window_of(saved, real) if saved and self._coded else 1
+        window = window_of(saved, real) if saved and not start else 1
         width = max(Product.of(self._projection, x, start, real).tile.entries, window)
         fitting, height = max(width, capacity // rows // width * width), rows
         widest = max(1, PRODUCT_BYTES // (4 * x.shape[1]))
@@ -270,15 +271,10 @@ class BlockBackward:
             [slice(a, min(a + height, rows)) for a in range(0, rows, height)],
         )
 
-    def hidden_grad(self) -> None:
-        """Form dX, and dW of all slices but the last; of the last, too, if dX is formed last."""
+    def run(self) -> Iterator[bool]:
+        """Yields True once dX is complete."""
         dx, real = self._task.dx, self._projection.real_rows
-        if self._empty:
-            if dx is not None:
-                dx.memory.zero_()
-            return
         total: Tensor | None = None
-        self._ranges, self._pieces = self._cut()
         for start, stop in self._ranges:
             for piece in self._pieces:
                 vocab_slice = piece.form(start, stop)
@@ -289,24 +285,15 @@ class BlockBackward:
                 else:
                     total = self._add_hidden(piece, vocab_slice, dx, total)
                 if stop == real and piece is self._pieces[-1] and not self._dx_last:
-                    self._last = piece, vocab_slice
-                else:
-                    self._add_weight(piece, vocab_slice)
+                    self._finish_hidden(total)
+                    total = None
+                    yield True
+                self._add_weight(piece, vocab_slice)
                 del vocab_slice
         if self._dx_last:
             self._task.scratch.release()
-        if dx is not None and total is not None:
-            for piece in self._pieces:
-                if total is not dx.memory or piece.target is not None or piece.fp16_unscale is not None:
-                    rows = total[piece.rows]
-                    piece.finish_rows(rows, None, (0, len(rows)), dx.memory[piece.rows])
-        self._dx_written = True
-
-    def weight_grad(self) -> None:
-        """dW and dbias of the last slice."""
-        if self._last is not None:
-            self._add_weight(*self._last)
-            self._last = None
+            self._finish_hidden(total)
+            yield True
 
     def _form_hidden(self, piece: Piece, vocab_slice: Slice, dx: Tensor) -> None:
         """dX of a piece from one slice of all entries. Some rows at a time, the fp32 product is finished
@@ -336,6 +323,16 @@ class BlockBackward:
         if vocab_slice.dx_factor is not None:
             scale_and_add_targets(rows, vocab_slice.dx_factor, None, rows)
         return total
+
+    def _finish_hidden(self, total: Tensor | None) -> None:
+        """Write dX, if it was summed over several slices."""
+        dx, self._dx_written = self._task.dx, True
+        if dx is None or total is None:
+            return
+        for piece in self._pieces:
+            if total is not dx.memory or piece.target is not None or piece.fp16_unscale is not None:
+                rows = total[piece.rows]
+                piece.finish_rows(rows, None, (0, len(rows)), dx.memory[piece.rows])
 
     def _add_weight(self, piece: Piece, vocab_slice: Slice) -> None:
         """``dW[start:stop] += G.T @ (c x)``, and ``dbias[start:stop] += G.sum(0)``."""

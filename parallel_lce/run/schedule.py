@@ -97,15 +97,11 @@ class GradientSums:
         )
         for feature in call.features:
             task = feature.before_backward(call, task, block)
-        work = call.backend.block_backward(task)
-        if work.reads_hidden_first:
+        for has_dx in call.backend.block_backward(task):
+            if has_dx and reduction is not None and dx is not None:
+                reduction.start(block, dx.memory)
+            # Even if this block does not read x: the gather must end before its buffer is freed.
             x.wait()
-        work.hidden_grad()
-        if reduction is not None and dx is not None:
-            reduction.start(block, dx.memory)
-        # Even if this block did not read x: the gather must end before its buffer is freed.
-        x.wait()
-        work.weight_grad()
 
     def deliver(self) -> Gradients:
         """The finished gradients."""

@@ -17,16 +17,16 @@ from parallel_lce.backends import torch_backend
 from parallel_lce.backends.interface import ForwardTask
 from parallel_lce.backends.triton_backward import block_backward
 from parallel_lce.core.logit_map import Projection
+from parallel_lce.core.memory import empty_if
 from parallel_lce.core.options import Wanted
 from parallel_lce.core.partials import TARGET, Columns
 from parallel_lce.core.selection import Selection
 from parallel_lce.kernels import partials
 from parallel_lce.kernels import selected as kernels
-from parallel_lce.kernels.codes import CodeColumns
 from parallel_lce.kernels.dense_logits import logits_gradient, logits_partial
 from parallel_lce.kernels.epilogue import ForwardEpilogue
-from parallel_lce.kernels.partials import PartialColumns, RoundedSums, merge_windows
-from parallel_lce.kernels.product import ALIGNED, Product, aligned_contiguous, new_window_partials, stride_of
+from parallel_lce.kernels.partials import RoundedSums, merge_windows
+from parallel_lce.kernels.product import Product, aligned_contiguous, new_window_partials, stride_of
 from parallel_lce.kernels.results import Results, mean_loss, statistics_gradient, without_factor
 from parallel_lce.kernels.selected import log_softmax_of_sets, selected_rows, target_logits
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
@@ -51,35 +51,39 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
     partial = task.out
     if partial is None:
         partial = torch.empty(columns.count, rows, dtype=projection.dtype, device=x.device)
-    stored = _Stored(task, product)
+    width = product.tile.entries
+    save = real if task.save >= real else task.save // width * width
+    saved = _new_saved(task, product, save) if save else None
+    maxima, mass, flat = (None, None, None) if saved is None else (saved.maxima, saved.mass, saved.flat)
     if target is None:
         partial[TARGET].zero_()
-    if target is not None or stored.flat is not None:
-        target_logits(product, target, partial, stored.flat)
+    if target is not None or flat is not None:
+        target_logits(product, target, partial, flat)
     ranges = _ranges(task, product)
     results = None if task.wanted is None else Results.new(task.wanted, partial, rows)
-    saved: Saved | tuple[()] = ()
     for some in ranges:
         of_rows, merged, of_tokens, its_results = product, partial, target, results
         if len(ranges) > 1:
             of_rows, merged = product.of_rows(some), partial[:, some]
             of_tokens = None if target is None else target[some]
             its_results = None if results is None else results.of_rows(some)
-        windows = new_window_partials(of_rows.x, product.windows, columns)
-        epilogue = ForwardEpilogue(windows, flat=stored.flat)
+        windows = new_window_partials(of_rows.x, product.windows, columns, maxima)
+        epilogue, rounded, numbers = ForwardEpilogue(windows, flat=flat), None, None
         if task.logits is not None:
             epilogue = epilogue._replace(logits=task.logits[some], logits_stride=task.logits.stride(0))
-        rounded = None
-        if stored.codes is not None:
-            epilogue = epilogue._replace(codes=stored.codes, target=target)
-        elif stored.mass is not None:
+        if saved is not None:
+            numbers = saved.exponentials if stride_of(save) == save else saved.exponentials[:, :save]
+            numbers = numbers if projection.logit_map.softcap is None else numbers.view(torch.float16)
+        if saved is not None and saved.shift is not None:
+            epilogue = epilogue._replace(shift=saved.shift, lowest=saved.lowest, target=target)
+        if mass is not None:
             # The common rounding of exponentials matters where they are nearly equal. In fp32 it never does.
             sums = windows.sum_exp
             if x.dtype == torch.bfloat16:
                 sums = torch.empty(windows.max.shape, dtype=torch.float32, device=x.device)
                 epilogue = epilogue._replace(rounded_sums=sums)
-            rounded = RoundedSums(sums, stored.mass, stored.entries, product.tile.entries)
-        of_rows.launch(stored.numbers, epilogue)
+            rounded = RoundedSums(sums, mass, save, width)
+        of_rows.launch(numbers, epilogue)
         if task.selection is not None:
             kernels.selected_logits(of_rows, task.selection.of_rows(some), (windows.max, windows.sum_exp))
         merge_windows(
@@ -92,9 +96,8 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
             target=of_tokens,
             results=its_results,
         )
-        saved = stored.saved(windows)
         del windows, epilogue, rounded  # before the next ones are allocated
-    return partial, saved, None if results is None else results.found()
+    return partial, saved or (), None if results is None else results.found()
 
 
 def _ranges(task: ForwardTask, product: Product) -> list[slice]:
@@ -109,39 +112,24 @@ def _ranges(task: ForwardTask, product: Product) -> list[slice]:
     return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
-class _Stored:
-    """What a block saves beside the maxima of its windows."""
-
-    def __init__(self, task: ForwardTask, product: Product) -> None:
-        x, (rows, _), real, width = product.x, product.x.shape, product.weight.shape[0], product.tile.entries
-        assert width % ALIGNED == 0
-        # Saved entries: whole windows.
-        self.entries = save = real if task.save >= real else task.save // width * width
-        self.memory = self.numbers = self.mass = self.flat = self.codes = None
-        if save == 0:
-            return
-        stride, capped = stride_of(save), product.logit_map.softcap is not None
-        if task.buffer is None:
-            dtype = torch.uint8 if task.codes else x.dtype
-            self.memory = torch.empty(rows, stride, dtype=dtype, device=x.device)
-        else:
-            self.memory = task.buffer[: rows * stride].view(rows, stride)
-        numbers = self.memory if stride == save else self.memory[:, :save]
-        self.numbers = numbers.view(torch.float16) if capped else numbers
-        if task.codes:
-            shift = x.new_empty(product.windows, rows, dtype=torch.int32)
-            self.codes = CodeColumns(shift, torch.empty_like(shift, dtype=torch.float32))
-        elif not capped and x.dtype != torch.float16:
-            # Such exponentials are multiplied where they are. Under a soft-cap and in fp16 all are rewritten first.
-            self.mass = torch.empty(rows, dtype=torch.float32, device=x.device)
-            if task.columns.differ:
-                self.flat = torch.empty_like(self.mass)
-
-    def saved(self, windows: PartialColumns) -> Saved | tuple[()]:
-        if self.memory is None:
-            return ()
-        shift, lowest = self.codes or (None, None)
-        return Saved(self.memory, windows.max, self.mass, self.flat, shift, lowest)
+def _new_saved(task: ForwardTask, product: Product, entries: int) -> Saved:
+    """Memory for what a block saves of the shard's first ``entries``: all of them, or whole windows."""
+    (rows, _), dtype, device = product.x.shape, product.x.dtype, product.x.device
+    stride, of_windows = stride_of(entries), (product.windows, rows)
+    if task.buffer is None:
+        exponentials = torch.empty(rows, stride, dtype=torch.uint8 if task.codes else dtype, device=device)
+    else:
+        exponentials = task.buffer[: rows * stride].view(rows, stride)
+    # Such exponentials are multiplied where they are. Under a soft-cap and in fp16 all are rewritten first.
+    multiplied = not task.codes and product.logit_map.softcap is None and dtype != torch.float16
+    return Saved(
+        exponentials,
+        maxima=torch.empty(of_windows, dtype=torch.float32, device=device),
+        mass=empty_if(multiplied, rows, device),
+        flat=empty_if(multiplied and task.columns.differ, rows, device),
+        shift=empty_if(task.codes, of_windows, device, torch.int32),
+        lowest=empty_if(task.codes, of_windows, device),
+    )
 
 
 def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:

@@ -21,8 +21,6 @@ gradients ``p_j alpha - beta [j = target]``. No small difference of entries may 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -40,29 +38,22 @@ _ONE, _FRACTION, _LEADING = tl.constexpr(0x3F800000), tl.constexpr(0x7FFFFF), tl
 _OF_ROW, _OF_COLUMN = tl.constexpr(6332475), tl.constexpr(5184443)
 
 
-class CodeColumns(NamedTuple):
-    """What the forward stores beside the codes."""
-
-    # [windows, R] int32, and fp32: 4 times each window's shift, and its lowest f
-    shift: torch.Tensor
-    lowest: torch.Tensor
-
-
 @triton.jit
 def _number(bits):
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def encoded(e, top, target, position, codes, HAS_TARGET: tl.constexpr):
-    """The codes of a tile's exponentials ``e [BLOCK_M, BLOCK_N]``: int32 whose lowest byte is the code.
+def encoded(e, top, target, position, epilogue):
+    """The codes of a tile's exponentials ``e [BLOCK_M, BLOCK_N]``: int32 whose lowest byte is the code. Stores their
+    ``shift`` and ``lowest`` in the ``epilogue``.
 
     ``top``: the tile's largest logits. ``target``: the targets' ids. ``position``: as in
     :func:`parallel_lce.kernels.epilogue.finish_tile`."""
     r, c, window, rows, _ = position
     first = window * e.shape[1]
     largest, least = largest_of(top), tl.min(e, 1)
-    if HAS_TARGET:
+    if epilogue.target is not None:
         # Few tiles have a target. It gets the code of the smallest entry.
         if tl.max(((target >= first) & (target < first + e.shape[1])).to(tl.int32), 0) != 0:
             e = tl.where(c[None, :] == target[:, None], least[:, None], e)
@@ -70,8 +61,8 @@ def encoded(e, top, target, position, codes, HAS_TARGET: tl.constexpr):
     shift = _ONE - (largest.to(tl.int32, bitcast=True) >> 2)
     lowest = _number((least.to(tl.int32, bitcast=True) >> 2) + shift)
     here = window.to(tl.int64) * rows + r
-    tl.store(codes.shift + here, shift << 2, mask=r < rows)
-    tl.store(codes.lowest + here, lowest, mask=r < rows)
+    tl.store(epilogue.shift + here, shift << 2, mask=r < rows)
+    tl.store(epilogue.lowest + here, lowest, mask=r < rows)
     steps = 1.0 / _step(lowest)
     f = _number((e.to(tl.int32, bitcast=True) >> 2) + shift[:, None])
     # The sum with 2^23 is an integer, in its lowest bits. The dither has added 1.

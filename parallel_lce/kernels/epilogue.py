@@ -35,7 +35,7 @@ from parallel_lce.kernels.arithmetic import (
     local_ids,
     rounded_to_bf16,
 )
-from parallel_lce.kernels.codes import CodeColumns, encoded
+from parallel_lce.kernels.codes import encoded
 from parallel_lce.kernels.logit_map import slope_at, softcapped, tile_caps, tile_scaled
 from parallel_lce.kernels.partials import PartialColumns, store_partials
 
@@ -67,10 +67,11 @@ class ForwardEpilogue(NamedTuple):
     flat: torch.Tensor | None = None
     # [windows, R] fp32, an output: sums of the exponentials as bf16 rounds them. None: not needed.
     rounded_sums: torch.Tensor | None = None
-    # The tile becomes codes in place of exponentials; None: it does not.
-    codes: CodeColumns | None = None
-    # Beside codes: [R] int64 ids relative to the shard. None: no targets. Not in ``codes``, since Triton 3.6 compares
-    # no tuple with None that contains one.
+    # [windows, R] int32 and fp32, outputs: 4 times each window's shift, and its lowest f, of tiles that become codes
+    # (:mod:`parallel_lce.kernels.codes`). None: tiles become exponentials.
+    shift: torch.Tensor | None = None
+    lowest: torch.Tensor | None = None
+    # Beside codes: [R] int64 ids relative to the shard. None: no targets.
     target: torch.Tensor | None = None
 
 
@@ -100,7 +101,7 @@ def tile_rows(epilogue, logit_map, r, rows, KIND: tl.constexpr):
         return _gradient_rows(epilogue, logit_map, loaded(logit_map.token_scale, r, valid, 1.0), r, rows)
     else:
         scales, flat = loaded(logit_map.token_scale, r, valid, 1.0), loaded(epilogue.flat, r, valid, 1.0)
-        if epilogue.codes is None:
+        if epilogue.shift is None:
             return (scales, flat)
         elif epilogue.target is None:
             return (scales, flat, r)  # a placeholder: functions of Triton 3.6 cannot return None
@@ -134,8 +135,8 @@ def finish_tile(
             inside = (r < rows)[:, None] & (c < entries)[None, :]
             tl.store(epilogue.logits + r.to(tl.int64)[:, None] * epilogue.logits_stride + c[None, :], z, mask=inside)
         e, top = store_partials(z, position, epilogue.partials, MASKED)
-        if epilogue.codes is not None:
-            return encoded(e, top, row_values[2], position, epilogue.codes, epilogue.target is not None)
+        if epilogue.shift is not None:
+            return encoded(e, top, row_values[2], position, epilogue)
         else:
             if SAVED_SCALE != 1.0:
                 e *= (SAVED_SCALE / largest_of(top))[:, None]

@@ -104,14 +104,15 @@ def aligned_contiguous(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def new_window_partials(like: torch.Tensor, windows: int, columns: Columns) -> PartialColumns:
-    """Uninitialised partials of all windows of the rows of ``like``, ``[windows, R]`` each, for the ``columns``."""
-    # One allocation per column: maxima may outlive the others.
+def new_window_partials(
+    like: torch.Tensor, windows: int, columns: Columns, maxima: torch.Tensor | None = None
+) -> PartialColumns:
+    """Uninitialised partials of all windows of the rows of ``like``, ``[windows, R]`` each, for the ``columns``.
+    ``maxima``: memory for theirs, which may outlive the others."""
     shape, device, fp64 = (windows, like.shape[0]), like.device, torch.float64
-    maxima, sums = (torch.empty(shape, dtype=dtype, device=device) for dtype in (torch.float32, fp64))
     return PartialColumns(
-        max=maxima,
-        sum_exp=sums,
+        max=torch.empty(shape, dtype=torch.float32, device=device) if maxima is None else maxima,
+        sum_exp=torch.empty(shape, dtype=fp64, device=device),
         target=None,
         shifted=None,
         total=empty_if(columns.total or columns.shifted, shape, device, fp64),

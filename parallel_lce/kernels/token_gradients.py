@@ -243,7 +243,7 @@ class Saved(NamedTuple):
     mass: torch.Tensor | None = None
     # [R] fp32: the exponentials are those of ``arithmetic.flattened``. None: no token is flat.
     flat: torch.Tensor | None = None
-    # [windows, R]: see CodeColumns. None: there are no codes.
+    # [windows, R]: see ForwardEpilogue. None: there are no codes.
     shift: torch.Tensor | None = None
     lowest: torch.Tensor | None = None
 

@@ -7,7 +7,6 @@ The kernel that merges partials forms both at once (:mod:`parallel_lce.kernels.p
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +24,14 @@ _TOKENS, _SUMMED = tl.constexpr(128), tl.constexpr(4096)
 
 
 class _Losses(NamedTuple):
-    """The losses ``[R]`` of a call, an output, and what they depend on."""
+    """The losses of R tokens, an output, and what they depend on."""
 
+    # [R], outputs: the losses, and the coefficients of their gradient. None: 0
     losses: torch.Tensor
-    # [R] each, outputs. None: 0
-    coefficients: Coefficients
+    alpha: torch.Tensor
+    beta: torch.Tensor
+    gamma: torch.Tensor | None
+    excess: torch.Tensor | None
     token_weight: torch.Tensor | None
     # None: the kernel is compiled without the term.
     ignore_index: int | None
@@ -39,24 +41,21 @@ class _Losses(NamedTuple):
     outside_is_nan: int | None
 
 
-class _Statistics(NamedTuple):
-    """The statistics ``[R]`` of a call, outputs, by their names; None for one that is not asked for."""
-
-    lse: torch.Tensor
-    target_logit: torch.Tensor | None
-    target_log_prob: torch.Tensor | None
-    mean_logit: torch.Tensor | None
-    mean_log_prob: torch.Tensor | None
-    expected_logit: torch.Tensor | None
-    entropy: torch.Tensor | None
-    sum_p_squared: torch.Tensor | None
-    max_logit: torch.Tensor
-    argmax: torch.Tensor | None
-    vocab_size: torch.Tensor
-    log_sum: torch.Tensor | None
-    ignore_index: int | None
-
-
+# Of each statistic, the column of the partial without which it is None; "target": without targets; "": never.
+_COLUMN_OF = dict(
+    lse="",
+    target_logit="target",
+    target_log_prob="target",
+    mean_logit="total",
+    mean_log_prob="shifted",
+    expected_logit="weighted",
+    entropy="weighted",
+    sum_p_squared="squared",
+    max_logit="",
+    argmax="argmax",
+)
+# The statistics of R tokens, outputs ``[R]``; V, and log s, None if it is not asked for; and an option.
+_Statistics = namedtuple("_Statistics", [*_COLUMN_OF, "vocab_size", "log_sum", "ignore_index"])
 # Gradients of the statistics that have one, ``[R]`` each; and their strides, in the same order.
 _Upstream = namedtuple("_Upstream", _Statistics._fields[: _Statistics._fields.index("max_logit")])
 
@@ -72,49 +71,34 @@ class Results(NamedTuple):
     @classmethod
     def new(cls, wanted: Wanted, like: torch.Tensor, rows: int) -> Results:
         """``like``: of the results' device. Each result has memory of its own: users may change one in place."""
-        options, target = wanted.options, wanted.target
+        options, target, device = wanted.options, wanted.target, like.device
         if wanted.kind == "loss":
-            names = "alpha", "beta", *["gamma"] * (options.label_smoothing > 0), *["excess"] * (options.z_loss > 0)
-            coefficients = _new_coefficients(names, rows, like.device)
-            losses = torch.empty(rows, dtype=torch.float32, device=like.device)
-            terms = options.ignore_index, options.label_smoothing or None, options.z_loss or None
-            outside_is_nan = 1 if options.outside_is_nan else None
-            outputs = _Losses(losses, coefficients, wanted.token_weight, *terms, outside_is_nan)
-            return cls("loss", outputs, target)
-        columns, device, has_target = options.columns, like.device, target is not None
-        outputs: Any = _Statistics(
-            lse=empty_if(True, rows, device),
-            target_logit=empty_if(has_target, rows, device),
-            target_log_prob=empty_if(has_target, rows, device),
-            mean_logit=empty_if(columns.total, rows, device),
-            mean_log_prob=empty_if(columns.shifted, rows, device),
-            expected_logit=empty_if(columns.weighted, rows, device),
-            entropy=empty_if(columns.weighted, rows, device),
-            sum_p_squared=empty_if(columns.squared, rows, device),
-            max_logit=empty_if(True, rows, device),
-            argmax=empty_if(columns.argmax, rows, device, torch.int64),
-            vocab_size=empty_if(True, (), device, torch.int64),
-            log_sum=empty_if(wanted.log_sum, rows, device),
-            ignore_index=options.ignore_index,
-        )
-        return cls("statistics", outputs, target)
+            smoothing, z_loss = options.label_smoothing or None, options.z_loss or None
+            present = True, True, True, smoothing is not None, z_loss is not None
+            memory = [empty_if(there, rows, device) for there in present]
+            terms = options.ignore_index, smoothing, z_loss, 1 if options.outside_is_nan else None
+            return cls("loss", _Losses(*memory, wanted.token_weight, *terms), target)
+        columns = {"", *options.columns.requested, *(["target"] if target is not None else [])}
+        memory = [
+            empty_if(column in columns, rows, device, torch.int64 if name == "argmax" else torch.float32)
+            for name, column in _COLUMN_OF.items()
+        ]
+        vocab_size, log_sum = empty_if(True, (), device, torch.int64), empty_if(wanted.log_sum, rows, device)
+        return cls("statistics", _Statistics(*memory, vocab_size, log_sum, options.ignore_index), target)
 
     def of_rows(self, rows: slice) -> Results:
         """The memory of some of the tokens."""
-
-        def some(value: Any) -> Any:
-            if isinstance(value, Coefficients):
-                return value.of_rows(rows)
-            return value[rows] if isinstance(value, torch.Tensor) and value.dim() else value
-
-        outputs: Any = type(self.outputs)(*map(some, self.outputs))
-        return self._replace(outputs=outputs, target=some(self.target))
+        outputs: Any = [v[rows] if isinstance(v, torch.Tensor) and v.dim() else v for v in self.outputs]
+        target = None if self.target is None else self.target[rows]
+        return self._replace(outputs=type(self.outputs)(*outputs), target=target)
 
     def found(self) -> Any:
         """For a loss the losses ``[R]`` and the coefficients; else the statistics by name."""
         if isinstance(self.outputs, _Losses):
-            return self.outputs.losses, self.outputs.coefficients
-        return {name: value for name, value in zip(_Statistics._fields, self.outputs) if name != "ignore_index"}
+            losses, alpha, beta, gamma, excess, *_ = self.outputs
+            return losses, Coefficients(alpha, beta, gamma, excess=excess)
+        *statistics, _ = self.outputs
+        return dict(zip(_Statistics._fields, statistics))
 
 
 @triton.jit
@@ -151,14 +135,13 @@ def store_losses(out, token, columns, entries):
         loss = tl.where(ignored, 0.0, loss)
         weight = tl.where(ignored, 0.0, weight)
     tl.store(out.losses + r, loss, mask=valid)
-    given = out.coefficients
-    tl.store(given.alpha + r, tl.where(weight == 0.0, 0.0, weight * (1.0 + of_lse)), mask=valid)
-    tl.store(given.beta + r, weight * of_target, mask=valid)
-    if given.gamma is not None:
-        tl.store(given.gamma + r, weight * (smoothing / (entries + 0.0)), mask=valid)
-    if given.excess is not None:
+    tl.store(out.alpha + r, tl.where(weight == 0.0, 0.0, weight * (1.0 + of_lse)), mask=valid)
+    tl.store(out.beta + r, weight * of_target, mask=valid)
+    if out.gamma is not None:
+        tl.store(out.gamma + r, weight * (smoothing / (entries + 0.0)), mask=valid)
+    if out.excess is not None:
         excess = tl.where(weight == 0.0, 0.0, weight * ((1.0 - of_target) + of_lse))
-        tl.store(given.excess + r, excess, mask=valid)
+        tl.store(out.excess + r, excess, mask=valid)
 
 
 @triton.jit
@@ -308,10 +291,6 @@ def lce_backward_statistics(
         tl.store(out.gamma + row, tl.div_rn(gamma, entries.to(tl.float32)), mask=valid)
 
 
-def _new_coefficients(names: Iterable[str], rows: int, device: torch.device) -> Coefficients:
-    return Coefficients(**{name: torch.empty(rows, dtype=torch.float32, device=device) for name in names})
-
-
 def statistics_gradient(
     upstream: dict[str, torch.Tensor | None],
     partial: torch.Tensor,
@@ -325,13 +304,18 @@ def statistics_gradient(
     partial, rows = partial.contiguous(), partial.shape[1]
     given = _Upstream(*[upstream.get(name) for name in _Upstream._fields])
     strides = _Upstream(*[0 if each is None else each.stride(0) for each in given])  # pyright: ignore[reportArgumentType]
-    of_target = given.target_logit is not None or given.target_log_prob is not None
-    of_mean = given.mean_logit is not None or given.mean_log_prob is not None
-    of_entropy = given.expected_logit is not None or given.entropy is not None
-    of_log_prob = given.target_log_prob is not None
-    present = True, of_target, of_mean, of_entropy, given.sum_p_squared is not None, of_log_prob
-    names = [name for name, there in zip(Coefficients._fields, present) if there]
-    coefficients = _new_coefficients(names, rows, partial.device)
+
+    def memory(*names: str) -> torch.Tensor | None:
+        return empty_if(any([upstream.get(name) is not None for name in names]), rows, partial.device)
+
+    coefficients = Coefficients(
+        alpha=torch.empty(rows, dtype=torch.float32, device=partial.device),
+        beta=memory("target_logit", "target_log_prob"),
+        gamma=memory("mean_logit", "mean_log_prob"),
+        delta=memory("expected_logit", "entropy"),
+        epsilon=memory("sum_p_squared"),
+        excess=memory("target_log_prob"),
+    )
     with on_device_of(partial):
         lce_backward_statistics.launch(
             (max(1, -(-rows // _TOKENS.value)),),

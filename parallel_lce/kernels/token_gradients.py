@@ -248,26 +248,21 @@ class Saved(NamedTuple):
     lowest: torch.Tensor | None = None
 
 
+# Triton 3.6 compares no tuple with None that contains one.
+_NOTHING_SAVED = Saved(*[None] * 6)  # pyright: ignore[reportArgumentType]
+
+
 @triton.jit
 def rewrite_row(
-    saved,
-    gradient,
-    maxima,
-    token,
-    values,
-    terms,
-    rows,
-    first,
-    stop,
-    SAVED_SCALE: tl.constexpr,
-    HAS_FLAT: tl.constexpr,
-    WINDOW: tl.constexpr,
+    saved, gradient, row, token, values, terms, rows, first, stop, SAVED_SCALE: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """Turn one token's ``saved`` exponentials of ``[first, stop)`` into its ``gradient``, in the same memory:
-    ``p (alpha + delta (z - M) + epsilon p) - gamma``, times the soft-cap's slope. ``token``: its maximum, sum of
-    exponentials, ``flat`` if there are flat tokens, and cap. ``values``: as in :func:`gradient_of`, for ``exp(z - M)``
-    in place of p."""
-    base, sum_exp, flat, cap = token
+    """Turn the ``saved`` exponentials of the token ``row``, of ``[first, stop)``, into its row of ``gradient``, in the
+    same memory: ``p (alpha + delta (z - M) + epsilon p) - gamma``, times the soft-cap's slope. ``token``: offset of the
+    row, the token's maximum, sum of exponentials, ``flat`` if there are flat tokens, and cap. ``values``: as in
+    :func:`gradient_of`, for ``exp(z - M)`` in place of p."""
+    here, base, sum_exp, flat, cap = token
+    exponentials, maxima = saved.exponentials + here, saved.maxima + row
+    gradient += here
     # Several windows per step: values that are constant in a window are computed once.
     WINDOWS: tl.constexpr = _BLOCK // WINDOW
     # A confident token's exp(z - M) is exactly 1 at its largest entry, whose terms nearly cancel, and < 1/2 elsewhere.
@@ -275,7 +270,7 @@ def rewrite_row(
     for start in range(first, stop, _BLOCK):
         c = start + (tl.arange(0, WINDOWS) * WINDOW)[:, None] + tl.arange(0, WINDOW)[None, :]
         inside = c < stop
-        stored = tl.load(saved + c, mask=inside, other=0.0).to(tl.float32)
+        stored = tl.load(exponentials + c, mask=inside, other=0.0).to(tl.float32)
         if terms.logit_map.softcap is not None:
             z, slope = recapped(stored, cap)
             below_max = tl.maximum(tl.minimum(z - base, 0.0), LOWEST_SHIFT)
@@ -286,15 +281,16 @@ def rewrite_row(
             window = start // WINDOW + tl.arange(0, WINDOWS)
             top = tl.load(maxima + window.to(tl.int64) * rows, mask=window * WINDOW < stop, other=0.0)
             factor, unit, shift = of_saved(top, base, SAVED_SCALE != 1.0)
-            if HAS_FLAT:
+            if saved.flat is not None:
                 # What the largest entry was saved as: entries that were rounded alike are as large as that.
                 slope, reference = slope_and_reference(top)
-                largest = flattened(power_from(base, slope, reference), flat).to(saved.dtype.element_ty).to(tl.float32)
+                largest = flattened(power_from(base, slope, reference), flat)
+                largest = largest.to(exponentials.dtype.element_ty).to(tl.float32)
                 e = unflattened(stored, flat)
             # In a window of only -inf, or of -inf and NaN, the factor might be infinite, and 0 times infinity is NaN.
             rebased = e * tl.where(top == -float("inf"), 0.0, factor)[:, None]
             alone = rebased > least
-            if HAS_FLAT:
+            if saved.flat is not None:
                 alone |= (stored == largest[:, None]) & (rebased > 0.9)
             below_max = logit_above(e, unit[:, None], shift[:, None])
         rebased, below_max = tl.where(alone, 1.0, rebased), tl.where(alone, 0.0, below_max)
@@ -307,17 +303,7 @@ def rewrite_row(
 @Relaunched
 @triton.jit(do_not_specialize=["rows"])
 def lce_backward_rewrite(
-    saved,
-    gradient,
-    maxima,
-    mass,
-    flat,
-    terms,
-    rows,
-    slice_entries,
-    stride,
-    SAVED_SCALE: tl.constexpr,
-    WINDOW: tl.constexpr,
+    saved, gradient, terms, rows, slice_entries, stride, SAVED_SCALE: tl.constexpr, WINDOW: tl.constexpr
 ):
     row = tl.program_id(0)
     first = tl.program_id(1) * _SPAN
@@ -326,21 +312,20 @@ def lce_backward_rewrite(
     if terms.fp16_scale is not None:
         grad_scale *= tl.load(terms.fp16_scale)
     base = finite_base(tl.load(terms.partial + row))
-    sum_exp, is_flat = tl.load(terms.partial + rows + row), loaded(flat, row, True, 1.0)
-    if mass is not None:
+    sum_exp, is_flat = tl.load(terms.partial + rows + row), loaded(saved.flat, row, True, 1.0)
+    if saved.mass is not None:
         # Of flat tokens what is saved has no common rounding.
-        factor = tl.load(mass + row)
+        factor = tl.load(saved.mass + row)
         has_factor = factor > 0.0
-        if flat is not None:
+        if saved.flat is not None:
             has_factor &= is_flat == 0.0
         sum_exp /= tl.where(has_factor, factor, 1.0)
     over_sum = grad_scale / sum_exp
-    here = row.to(tl.int64) * stride
     rewrite_row(
-        saved + here,
-        gradient + here,
-        maxima + row,
-        (base, sum_exp, is_flat, caps_of(terms.logit_map, row, True)),
+        saved,
+        gradient,
+        row,
+        (row.to(tl.int64) * stride, base, sum_exp, is_flat, caps_of(terms.logit_map, row, True)),
         (
             tl.load(coefficients.alpha + row) * over_sum,
             loaded(coefficients.gamma, row, True, grad_scale),
@@ -352,7 +337,6 @@ def lce_backward_rewrite(
         first,
         tl.minimum(first + _SPAN, slice_entries),
         SAVED_SCALE,
-        flat is not None,
         WINDOW,
     )
 
@@ -364,11 +348,8 @@ def rewrite_rows(gradient: torch.Tensor, saved: Saved, terms: GradientTerms, win
     is_scaled = gradient.dtype == torch.float16 and not is_capped
     lce_backward_rewrite.launch(
         (rows, -(-entries // _SPAN.value)),
-        gradient.view(torch.float16) if is_capped else gradient,
+        saved._replace(exponentials=gradient.view(torch.float16) if is_capped else gradient),
         gradient,
-        saved.maxima,
-        saved.mass,
-        saved.flat,
         terms,
         rows,
         entries,
@@ -439,9 +420,7 @@ def _number_of(values, lane, number):
 @triton.jit(do_not_specialize=["rows"])
 def lce_backward_token_gradients(
     gradient,
-    maxima,
-    mass,
-    flat,
+    saved,
     terms,
     outputs,
     rows,
@@ -484,17 +463,17 @@ def lce_backward_token_gradients(
         grad_scale *= tl.load(fp16_scale)
     c = tl.full((TOKENS,), 1.0, tl.float32)
     holds_gradient = valid
-    if maxima is not None:
+    if saved.maxima is not None:
         base = finite_base(tl.load(partial + row, mask=valid, other=0.0))
         sum_exp = tl.load(partial + rows + row, mask=valid, other=1.0)
         alpha_over_sum = alpha * (grad_scale / sum_exp)
-        factor = tl.load(mass + row, mask=valid, other=1.0)
+        factor = tl.load(saved.mass + row, mask=valid, other=1.0)
         coefficient = alpha_over_sum * exponential(-base) * factor
         # Comparisons with NaN are false, so rows with NaN are rewritten.
         keeps = factor > 0.0
         is_flat = tl.zeros((TOKENS,), tl.float32)
-        if flat is not None:
-            is_flat = tl.load(flat + row, mask=valid, other=0.0)
+        if saved.flat is not None:
+            is_flat = tl.load(saved.flat + row, mask=valid, other=0.0)
             keeps &= is_flat == 0.0
         # The coefficient may be 0 by underflow alone.
         keeps &= _keeps_digits(coefficient) | ((alpha == 0.0) & (t == 0.0))
@@ -512,26 +491,15 @@ def lce_backward_token_gradients(
             for number in range(TOKENS):
                 if tl.max(tl.where(rewritten & (lane == number), 1.0, 0.0), 0) != 0.0:
                     token = tl.program_id(0) * TOKENS + number
-                    here = gradient + token.to(tl.int64) * stride
-                    rewrite_row(
-                        here,
-                        here,
-                        maxima + token,
-                        (
-                            _number_of(base, lane, number),
-                            _number_of(sum_exp, lane, number),
-                            _number_of(is_flat, lane, number),
-                            1.0,
-                        ),
-                        (_number_of(alpha_over_sum / whole, lane, number), 0.0, 0.0, 0.0),
-                        terms,
-                        rows,
-                        0,
-                        slice_entries,
+                    of_token = (
+                        token.to(tl.int64) * stride,
+                        _number_of(base, lane, number),
+                        _number_of(sum_exp, lane, number),
+                        _number_of(is_flat, lane, number),
                         1.0,
-                        flat is not None,
-                        WINDOW,
                     )
+                    values = (_number_of(alpha_over_sum / whole, lane, number), 0.0, 0.0, 0.0)
+                    rewrite_row(saved, gradient, token, of_token, values, terms, rows, 0, slice_entries, 1.0, WINDOW)
             # The targets' entries are written after their rows.
             tl.debug_barrier()
     if outputs.dx_factor is not None:
@@ -575,13 +543,10 @@ def token_gradients(
     ``target [R]``: of :class:`Targets`, or None. ``find_shared``: compare every token's target with all others'.
     ``selected``: selected entries are written later.
     """
-    rows, maxima, mass, flat = gradient.shape[0], None, None, None
-    if saved is not None:
-        maxima, mass, flat = saved.maxima, saved.mass, saved.flat
-        if rewrite:
-            rewrite_rows(gradient, saved, terms, window)
-            maxima = mass = flat = None
-    keeps_rows, has_target, device = maxima is not None, target is not None, gradient.device
+    if saved is not None and rewrite:
+        rewrite_rows(gradient, saved, terms, window)
+        saved = None
+    keeps_rows, has_target, rows, device = saved is not None, target is not None, gradient.shape[0], gradient.device
     if not keeps_rows and not has_target:
         return TokenGradients(Targets(), None, None)
     residual, unshared = empty_if(has_target, rows, device), empty_if(has_target, rows, device, torch.uint8)
@@ -594,9 +559,7 @@ def token_gradients(
     lce_backward_token_gradients.launch(
         (-(-rows // tokens),),
         gradient,
-        maxima,
-        mass,
-        flat,
+        saved or _NOTHING_SAVED,
         terms,
         outputs,
         rows,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -95,8 +94,9 @@ class Relaunched:
 
     def __init__(self, function) -> None:
         self._function = function
-        # The launches of compiled kernels, each loaded for one device.
-        self._compiled: dict[tuple, Callable] = {}
+        # Compiled kernels, each loaded for one device, with what a launch needs: the functions of Triton that launch it
+        # and that find the current stream, the handle of the driver, metadata, and constants.
+        self._compiled: dict[tuple, tuple] = {}
         # Triton's cache of compiled kernels has none: of two threads one may find a kernel that is not loaded yet.
         self._lock = threading.Lock()
 
@@ -109,13 +109,16 @@ class Relaunched:
         described: list = [device, *constants, *constants.values()]
         values = _describe(arguments, described)
         key = tuple(described)
-        start = self._compiled.get(key)
-        if start is None:
+        known = self._compiled.get(key)
+        if known is None:
             with self._lock:
-                start = self._compiled.get(key)
-                if start is None:
+                known = self._compiled.get(key)
+                if known is None:
                     return self._compile(key, grid, arguments, constants)
-        start(grid, values)
+        _, run, stream, function, metadata, last = known
+        x, y, z = (*grid, 1, 1)[:3]
+        # The three None: launch metadata, and the hooks on entry and exit.
+        run(x, y, z, stream(device), function, metadata, None, None, None, *values, *last)
 
     def _compile(self, key: tuple, grid: tuple[int, ...], arguments: tuple, constants: dict) -> None:
         """Launch through Triton, which compiles the kernel; in its interpreter it does not."""
@@ -125,18 +128,10 @@ class Relaunched:
             return
         from triton.runtime import driver
 
-        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-        stream, device = driver.active.get_current_stream, key[0]
+        stream = driver.active.get_current_stream
         last = tuple(constants[name] for name in self._function.arg_names[len(arguments) :])
-
-        def start(grid: tuple[int, ...], values: Sequence) -> None:
-            """Launch on the current stream. ``values``: addresses, numbers and TMA descriptors."""
-            x, y, z = (*grid, 1, 1)[:3]
-            # The three None: launch metadata, and the hooks on entry and exit.
-            run(x, y, z, stream(device), function, metadata, None, None, None, *values, *last)
-
-        start.kernel = compiled  # Triton unloads a kernel when this is freed
-        self._compiled[key] = start
+        # Triton unloads a kernel when ``compiled`` is freed.
+        self._compiled[key] = compiled, compiled.run, stream, compiled.function, compiled.packed_metadata, last
 
 
 def _describe(arguments: tuple, described: list) -> list:
@@ -148,12 +143,10 @@ def _describe(arguments: tuple, described: list) -> list:
         if argument is None or kind is float:
             described.append(kind)
         elif kind is int:
-            if -(2**31) <= argument < 2**31:
-                # Whether it is 1, and whether it is divisible by 16.
-                described.append(1 if argument == 1 else 2 if argument & 15 else 16)
-            else:
-                width = 32 if argument < 2**63 else 64
-                described.append(width + (2 if argument & 15 else 16))
+            # Whether it is 1, whether it is divisible by 16, and, beyond 32 bits, its width.
+            described.append(1 if argument == 1 else 2 if argument & 15 else 16)
+            if not -(2**31) <= argument < 2**31:
+                described.append(64 if argument < 2**63 else 65)
         elif isinstance(argument, tuple):
             described += kind, len(argument)
             argument = tuple(_describe(argument, described))

@@ -36,7 +36,7 @@ from parallel_lce.kernels.arithmetic import (
     rounded_to_bf16,
 )
 from parallel_lce.kernels.codes import encoded
-from parallel_lce.kernels.logit_map import slope_at, softcapped, tile_caps, tile_scaled
+from parallel_lce.kernels.logit_map import caps_of, scaled, slope_at, softcapped
 from parallel_lce.kernels.partials import PartialColumns, store_partials
 
 _NO_ENTRY = tl.constexpr(NO_ENTRY)
@@ -111,11 +111,16 @@ def tile_rows(epilogue, logit_map, r, rows, KIND: tl.constexpr):
 
 @triton.jit
 def scale_tile(z, row_values, bias, logit_map, position, SCALED: tl.constexpr):
-    """Turn a tile's product ``x @ weight.T`` into its logits, before a soft-cap."""
+    """Turn a tile's product ``x @ weight.T`` into its logits, before a soft-cap. ``SCALED``: whether the map's scale is
+    not 1."""
     _, c, _, _, entries = position
     if bias is not None:
         z += tl.load(bias + c, mask=c < entries, other=0.0).to(tl.float32)[None, :]
-    return tile_scaled(z, logit_map, row_values[0], SCALED)
+    if SCALED:
+        z = scaled(z, logit_map.scale)
+    if logit_map.token_scale is not None:
+        z = scaled(z, row_values[0][:, None])
+    return z
 
 
 @triton.jit
@@ -125,7 +130,9 @@ def finish_tile(
     """Turn a tile ``z`` of :func:`scale_tile` into its exponentials, storing its partials, or into its gradient.
     ``position``: row numbers, column numbers, window, number of rows, number of entries."""
     r, c, window, rows, entries = position
-    caps = tile_caps(logit_map, r, r < rows)
+    caps = caps_of(logit_map, r, r < rows)
+    if logit_map.token_softcap is not None:
+        caps = caps[:, None]
     if logit_map.softcap is not None:
         z = softcapped(z, caps)
     if KIND == "backward":

@@ -1,8 +1,7 @@
 """The logits of products, and the derivative: :class:`parallel_lce.core.logit_map.LogitMap` in kernels.
 
-``token_scale`` and ``cap`` are values of a product's token: ``arithmetic.loaded`` of the map's ``token_scale``, and
-:func:`caps_of`. Without such a field they are placeholders. The functions run under Triton and, called from a Gluon
-kernel, under Gluon.
+``cap`` is a value of a product's token, :func:`caps_of`; without a soft-cap a placeholder. The functions run under
+Triton and, called from a Gluon kernel, under Gluon.
 """
 
 from __future__ import annotations
@@ -37,28 +36,8 @@ def caps_of(logit_map, r, inside):
 
 
 @triton.jit
-def tile_caps(logit_map, r, inside):
-    """:func:`caps_of` for a tile whose rows are the tokens ``r``."""
-    caps = caps_of(logit_map, r, inside)
-    if logit_map.token_softcap is not None:
-        caps = caps[:, None]
-    return caps
-
-
-@triton.jit
-def tile_scaled(u, logit_map, token_scale, SCALED: tl.constexpr):
-    """A tile ``u [tokens, entries]`` of ``x @ weight.T + bias``, times the scales. ``SCALED``: whether the map's scale
-    is not 1."""
-    if SCALED:
-        u = scaled(u, logit_map.scale)
-    if logit_map.token_scale is not None:
-        u = scaled(u, token_scale[:, None])
-    return u
-
-
-@triton.jit
 def entry_logits(u, bias, entry, hit, logit_map, r, inside):
-    """The logits of the products ``u`` with the entries ``entry``. ``r``: the token of each, or one token of all."""
+    """The logits of the products ``u`` of the tokens ``r`` with the entries ``entry``, whose shapes are broadcast."""
     if bias is not None:
         u += tl.load(bias + entry, mask=hit, other=0.0).to(tl.float32)
     u = scaled(u, logit_map.scale)

@@ -15,10 +15,10 @@ import triton.language as tl
 
 from parallel_lce.core.partials import FLAT
 from parallel_lce.core.selection import Selection
-from parallel_lce.kernels.arithmetic import add_product, exact_logit, finite_base, gradient_of_entry, largest_of, loaded
+from parallel_lce.kernels.arithmetic import add_product, exact_logit, finite_base, gradient_of_entry, largest_of
 from parallel_lce.kernels.epilogue import GradientTerms
 from parallel_lce.kernels.launch import Relaunched, hopper_or_later, next_power_of_2
-from parallel_lce.kernels.logit_map import entry_logits, scales_of, slope_of, softcapped, tile_caps, tile_scaled
+from parallel_lce.kernels.logit_map import entry_logits, scales_of, slope_of
 from parallel_lce.kernels.product import Product
 
 # Entries per step, most hidden elements per step, and warps. Measured on an H200 with D=4096: logits and dX with 1, 8
@@ -320,12 +320,7 @@ def lce_forward_target_logits(
         logit = entry_logits(logit, bias, target_id, hit, logit_map, r, valid)
         tl.store(partial + 2 * rows + r, tl.where(hit, logit, 0.0), mask=valid)
     if flat is not None:
-        if bias is not None:
-            sample += tl.load(bias + entry, mask=sampled, other=0.0).to(tl.float32)[None, :]
-        caps = tile_caps(logit_map, r, valid)
-        sample = tile_scaled(sample, logit_map, loaded(logit_map.token_scale, r, valid, 1.0), True)
-        if logit_map.softcap is not None:
-            sample = softcapped(sample, caps)
+        sample = entry_logits(sample, bias, entry[None, :], sampled[None, :], logit_map, r[:, None], valid[:, None])
         top = tl.max(tl.where(sampled[None, :], sample, -float("inf")), 1)
         counted = sampled[None, :] & (sample > top[:, None] - _COUNTED)
         tl.store(flat + r, _flat_of(sample, counted), mask=valid)

@@ -223,6 +223,15 @@ def mean_loss(
     return mean, divisor
 
 
+@triton.jit
+def _upstream_of(gradient, stride, row, valid):
+    """The upstream gradient of a statistic; 0 without one."""
+    if gradient is not None:
+        return tl.load(gradient + row * stride, mask=valid, other=0.0)
+    else:
+        return tl.zeros(row.shape, tl.float32)
+
+
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "ignore_index"])
 def lce_backward_statistics(
@@ -246,39 +255,28 @@ def lce_backward_statistics(
             target_id = tl.load(target + row, mask=valid, other=0)
             inside = (target_id >= 0) & (target_id < entries)
             elsewhere = _elsewhere(target_id, ignore_index)
+    of_lse = _upstream_of(upstream.lse, strides.lse, row, valid)
+    of_logit = _upstream_of(upstream.target_logit, strides.target_logit, row, valid)
+    of_target = _upstream_of(upstream.target_log_prob, strides.target_log_prob, row, valid)
+    of_mean = _upstream_of(upstream.mean_logit, strides.mean_logit, row, valid)
+    of_mean_log_prob = _upstream_of(upstream.mean_log_prob, strides.mean_log_prob, row, valid)
+    of_expected = _upstream_of(upstream.expected_logit, strides.expected_logit, row, valid)
+    of_entropy = _upstream_of(upstream.entropy, strides.entropy, row, valid)
+    # NaN from a target outside the vocabulary, unless the caller has masked it; that of its logit, which no rank has,
+    # through lse.
+    of_target = tl.where(inside, of_target, tl.where(of_target == 0.0, 0.0, elsewhere))
+    of_lse += tl.where(inside | (of_logit == 0.0), 0.0, elsewhere)
     # alpha without the target's log-probability
-    rest, of_target = tl.zeros((_TOKENS,), tl.float32), tl.zeros((_TOKENS,), tl.float32)
-    of_logit, gamma = tl.zeros((_TOKENS,), tl.float32), tl.zeros((_TOKENS,), tl.float32)
-    delta = tl.zeros((_TOKENS,), tl.float32)
-    if upstream.lse is not None:
-        rest += tl.load(upstream.lse + row * strides.lse, mask=valid, other=0.0)
-    if upstream.target_logit is not None:
-        of_logit = tl.load(upstream.target_logit + row * strides.target_logit, mask=valid, other=0.0)
-        # Through lse: no rank has the logit of a target outside the vocabulary.
-        rest += tl.where(inside | (of_logit == 0.0), 0.0, elsewhere)
-    if upstream.target_log_prob is not None:
-        given = tl.load(upstream.target_log_prob + row * strides.target_log_prob, mask=valid, other=0.0)
-        # NaN from such a target, unless the caller has masked it.
-        of_target = tl.where(inside, given, tl.where(given == 0.0, 0.0, elsewhere))
-    if upstream.mean_logit is not None:
-        gamma -= tl.load(upstream.mean_logit + row * strides.mean_logit, mask=valid, other=0.0)
-    if upstream.mean_log_prob is not None:
-        given = tl.load(upstream.mean_log_prob + row * strides.mean_log_prob, mask=valid, other=0.0)
-        rest -= given
-        gamma -= given
-    if upstream.expected_logit is not None:
-        given = tl.load(upstream.expected_logit + row * strides.expected_logit, mask=valid, other=0.0)
-        rest += given
-        delta += given
-    if upstream.entropy is not None:
-        delta -= tl.load(upstream.entropy + row * strides.entropy, mask=valid, other=0.0)
+    rest = 0.0 + of_lse - of_mean_log_prob + of_expected
+    gamma = 0.0 - of_mean - of_mean_log_prob
+    delta = 0.0 + of_expected - of_entropy
     sum_exp = tl.load(partial + rows + row, mask=valid, other=1.0)
     if out.delta is not None:
         # delta multiplies z - M, so the expected logit is taken relative to M, too.
         rest -= delta * tl.div_rn(tl.load(partial + WEIGHTED * rows + row, mask=valid, other=0.0), sum_exp)
         tl.store(out.delta + row, delta, mask=valid)
     if out.epsilon is not None:
-        epsilon = 2.0 * tl.load(upstream.sum_p_squared + row * strides.sum_p_squared, mask=valid, other=0.0)
+        epsilon = 2.0 * _upstream_of(upstream.sum_p_squared, strides.sum_p_squared, row, valid)
         squared = tl.load(partial + SQUARED * rows + row, mask=valid, other=0.0)
         rest -= epsilon * tl.div_rn(squared, sum_exp * sum_exp)
         tl.store(out.epsilon + row, epsilon, mask=valid)
@@ -333,12 +331,6 @@ def statistics_gradient(
     return coefficients
 
 
-@triton.jit
-def _multiply(source, out, r, valid, factor):
-    if source is not None:
-        tl.store(out + r, times(tl.load(source + r, mask=valid, other=0.0), factor), mask=valid)
-
-
 @Relaunched
 @triton.jit(do_not_specialize=["rows"])
 def lce_backward_coefficients(given, out, rows, factor_stride):
@@ -349,12 +341,9 @@ def lce_backward_coefficients(given, out, rows, factor_stride):
         factor = tl.load(given.factor + r * factor_stride, mask=valid, other=0.0)
     if given.divisor is not None:
         factor = tl.div_rn(factor, tl.load(given.divisor))
-    _multiply(given.alpha, out.alpha, r, valid, factor)
-    _multiply(given.beta, out.beta, r, valid, factor)
-    _multiply(given.gamma, out.gamma, r, valid, factor)
-    _multiply(given.delta, out.delta, r, valid, factor)
-    _multiply(given.epsilon, out.epsilon, r, valid, factor)
-    _multiply(given.excess, out.excess, r, valid, factor)
+    for n in tl.static_range(6):  # from alpha to excess
+        if given[n] is not None:
+            tl.store(out[n] + r, times(tl.load(given[n] + r, mask=valid, other=0.0), factor), mask=valid)
 
 
 def factor_stride_of(coefficients: Coefficients) -> int:

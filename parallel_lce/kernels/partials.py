@@ -12,7 +12,6 @@ second row, ``low``: what the first lost by its rounding. Offsets into ``[window
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -131,23 +130,25 @@ def _offsets(w, stride, r):
 
 
 @triton.jit
-def _wide(column, low, here, inside):
-    """A sum of windows, or of ranks, which has a second row; fp64."""
+def _wide(column, here, inside, rows, ROW: tl.constexpr, LOW: tl.constexpr):
+    """A sum of windows, or of ranks; fp64. ``ROW``, ``LOW``: as for :func:`_store_wide`, in a rank's partial."""
     value = tl.load(column + here, mask=inside, other=0.0).to(tl.float64)
-    if low is not None:
-        value += tl.load(low + here, mask=inside, other=0.0).to(tl.float64)
+    if LOW > 0:
+        second = column + (LOW - (1 if ROW == 1 else 2)) * rows
+        value += tl.load(second + here, mask=inside, other=0.0).to(tl.float64)
     return value
 
 
 @triton.jit
 def _store_wide(value, here, stride, valid, ROW: tl.constexpr, LOW: tl.constexpr):
-    """Store a sum in the row ``ROW`` of a partial, and its second row in the row ``LOW``; 0: it has none. Returns the
-    first."""
+    """Store a sum in the row ``ROW`` of a partial, and its second row. ``LOW``: the second row of ``sum_exp``, row 1;
+    those of the requested columns, from row 3 on, follow it. 0: there are none. Returns the first."""
     rounded = value.to(tl.float32)
     tl.store(here + ROW * stride, rounded, mask=valid)
     if LOW > 0:
+        second = here + (ROW + LOW - (1 if ROW == 1 else 2)) * stride
         rest = tl.where(tl.abs(rounded) == float("inf"), 0.0, value - rounded.to(tl.float64))
-        tl.store(here + LOW * stride, rest.to(tl.float32), mask=valid)
+        tl.store(second, rest.to(tl.float32), mask=valid)
     return rounded
 
 
@@ -203,7 +204,6 @@ def _merge_name(specialization) -> str:
 @triton.jit(do_not_specialize=["rows", "num_slices", "stride", "entries", "start"], repr=_merge_name)
 def _merge_kernel(
     slices,
-    low,
     merged,
     rounded,
     targets,
@@ -229,9 +229,9 @@ def _merge_kernel(
 ):
     """Merge slices of the vocabulary: the windows of a shard, or the shards of the ranks.
 
-    ``stride``: elements between the columns of neighbouring slices. ``low``: second rows of the slices' sums.
-    ``merged``: a partial whose rows are ``merged_stride`` elements apart. ``SHIFTED`` to ``ARGMAX``: its
-    ``Columns.rows``; ``LOW``: its first second row, or 0.
+    ``stride``: elements between the columns of neighbouring slices. ``merged``: a partial whose rows are
+    ``merged_stride`` elements apart. ``SHIFTED`` to ``ARGMAX``: its ``Columns.rows``; ``LOW``: of a rank's partial, the
+    result of windows or a slice of the ranks, as for :func:`_store_wide`.
     Windows: ``entries`` and ``start`` describe the shard; ``merged`` holds the logits of the ``targets``, ids relative
     to the shard; ``rounded``: a ``RoundedSums``, or None. Ranks: ``entries`` is V, or None; ``vocab_size`` is an
     output; all ranks fit one tile (``BLOCK_W >= num_slices``).
@@ -268,6 +268,8 @@ def _merge_kernel(
         target_id = tl.load(targets + r, mask=valid, other=-1)
     count = entries
     nan = 0.0
+    READ: tl.constexpr = LOW if RANKS else 0
+    STORED: tl.constexpr = 0 if RANKS else LOW
     if RANKS:
         real, matching = _shards(trailers, num_slices, stride, entries, BLOCK_W)
         count = tl.sum(real, 0)
@@ -280,7 +282,7 @@ def _merge_kernel(
         inside = (w < num_slices)[:, None] & valid[None, :]
         here = _offsets(w, stride, r)
         m = tl.load(slices.max + here, mask=inside, other=-float("inf"))
-        s = _wide(slices.sum_exp, low.sum_exp, here, inside)
+        s = _wide(slices.sum_exp, here, inside, rows, 1, READ)
         missing = m == -float("inf")
         its_slope, reference = slope_and_reference(m)
         factor = tl.exp2(at_max(base[None, :], its_slope, reference) - own[None, :]).to(tl.float64)
@@ -299,17 +301,17 @@ def _merge_kernel(
         if slices.target is not None:
             target += tl.load(slices.target + here, mask=inside, other=0.0)
         if slices.shifted is not None:
-            column = _wide(slices.shifted, low.shifted, here, inside)
+            column = _wide(slices.shifted, here, inside, rows, SHIFTED, READ)
             shifted += tl.where(inside, column + real.to(tl.float64)[:, None] * finite_base(m), 0.0)
         if slices.total is not None:
-            total += _wide(slices.total, low.total, here, inside)
+            total += _wide(slices.total, here, inside, rows, TOTAL, READ)
         if slices.weighted is not None:
-            column = _wide(slices.weighted, low.weighted, here, inside)
+            column = _wide(slices.weighted, here, inside, rows, WEIGHTED, READ)
             # Far below the maximum the factor is 0. The bound keeps the other operand finite.
             below_max = tl.where(missing, 0.0, tl.maximum(m.to(tl.float64) - base[None, :], LOWEST_SHIFT))
             weighted += (column + s * below_max) * factor
         if slices.squared is not None:
-            squared += _wide(slices.squared, low.squared, here, inside) * factor * factor
+            squared += _wide(slices.squared, here, inside, rows, SQUARED, READ) * factor * factor
         if slices.argmax is not None:
             ids = tl.load(slices.argmax + here, mask=inside, other=0.0).to(tl.int32, bitcast=True)
             ids = tl.where(inside & (m == top[None, :]) & (ids != _NO_ENTRY), ids + start, _NO_ENTRY)
@@ -323,7 +325,7 @@ def _merge_kernel(
     largest = top
     top = tl.where(broken, float("nan"), top) + nan
     tl.store(here, top, mask=valid)
-    exp_sum = _store_wide(sum_exp + nan, here, merged_stride, valid, 1, LOW)
+    exp_sum = _store_wide(sum_exp + nan, here, merged_stride, valid, 1, STORED)
     if RANKS:
         target += nan
         tl.store(here + 2 * merged_stride, target, mask=valid)
@@ -332,23 +334,18 @@ def _merge_kernel(
         target = tl.load(here + 2 * merged_stride, mask=hit, other=0.0)
         target = tl.where(hit, exact_logit(target, largest, exp_sum), 0.0)
         tl.store(here + 2 * merged_stride, target, mask=hit)
-    # Second rows follow each other in the order of the sums.
-    OF_SHIFTED: tl.constexpr = LOW + 1 if LOW > 0 else 0
-    OF_TOTAL: tl.constexpr = OF_SHIFTED + (1 if LOW > 0 and SHIFTED > 0 else 0)
-    OF_WEIGHTED: tl.constexpr = OF_TOTAL + (1 if LOW > 0 and TOTAL > 0 else 0)
-    OF_SQUARED: tl.constexpr = OF_WEIGHTED + (1 if LOW > 0 and WEIGHTED > 0 else 0)
     # Each is read only where its column exists.
     below_max, sum_of_logits, below, squares = top, top, top, top
     if SHIFTED > 0:
         # Windows have the sum of the logits alone.
         value = (shifted if RANKS else total) - count * base.to(tl.float64) + nan
-        below_max = _store_wide(value, here, merged_stride, valid, SHIFTED, OF_SHIFTED)
+        below_max = _store_wide(value, here, merged_stride, valid, SHIFTED, STORED)
     if TOTAL > 0:
-        sum_of_logits = _store_wide(total + nan, here, merged_stride, valid, TOTAL, OF_TOTAL)
+        sum_of_logits = _store_wide(total + nan, here, merged_stride, valid, TOTAL, STORED)
     if WEIGHTED > 0:
-        below = _store_wide(weighted * to_max + nan, here, merged_stride, valid, WEIGHTED, OF_WEIGHTED)
+        below = _store_wide(weighted * to_max + nan, here, merged_stride, valid, WEIGHTED, STORED)
     if SQUARED > 0:
-        squares = _store_wide(squared * to_max * to_max + nan, here, merged_stride, valid, SQUARED, OF_SQUARED)
+        squares = _store_wide(squared * to_max * to_max + nan, here, merged_stride, valid, SQUARED, STORED)
     if ARGMAX > 0:
         argmax = tl.where(broken, _NO_ENTRY, tl.min(argmax, 0))
         if RANKS:
@@ -372,17 +369,6 @@ def _merge_kernel(
         tl.store(rounded.mass + r, _mass(others, others_rounded, sum_exp, is_plain), mask=valid)
 
 
-@functools.cache
-def _column_indices(columns) -> tuple[list[int | None], list[int | None]]:
-    """The row of each of the ``PartialColumns`` in a partial, and of its second row; None: absent."""
-    rows = {name: row for row, name in enumerate(columns.names)}
-    fields = PartialColumns._fields
-    return [rows.get(name) for name in fields], [rows.get(f"{name}_low") for name in fields]
-
-
-_NO_LOW = PartialColumns(*[None] * len(PartialColumns._fields))  # pyright: ignore[reportArgumentType]
-
-
 def merge_windows(
     windows: PartialColumns,
     merged: torch.Tensor,
@@ -404,7 +390,6 @@ def merge_windows(
     _merge_kernel.launch(
         (-(-rows // _MERGE_ROWS),),
         windows,
-        _NO_LOW,
         merged,
         rounded,
         target,
@@ -435,17 +420,13 @@ def merge_ranks(
     merged, size = packed.new_empty(columns.merged, rows), packed.new_empty((), dtype=torch.int64)
     # Views of the first rank's columns. The kernel adds rank * stride to their pointers.
     own = packed[0, : columns.count * rows].view(columns.count, rows).unbind(0)
-    slices, low = (
-        PartialColumns(*[None if n is None else own[n] for n in numbers])  # pyright: ignore[reportArgumentType]
-        for numbers in _column_indices(columns)
-    )
+    slices = PartialColumns(*own[:3], *[own[row] if row else None for row in columns.rows.values()])
     block_w = next_power_of_2(ranks)
     block_r = max(16, min(_RANKS_ROWS, _RANKS_TILE // block_w))
     with on_device_of(packed):
         _merge_kernel.launch(
             (max(1, -(-rows // block_r)),),  # at least one program: it writes V
             slices,
-            low,
             merged,
             None,
             None if results is None else results.target,
@@ -461,7 +442,7 @@ def merge_ranks(
             RANKS=True,
             RESULTS="" if results is None else results.kind,
             **columns.rows,
-            LOW=0,
+            LOW=columns.merged if columns.low else 0,
             BLOCK_R=block_r,
             BLOCK_W=block_w,
         )

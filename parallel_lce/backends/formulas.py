@@ -102,23 +102,18 @@ def mean_loss(
 
 
 def token_statistics(
-    partial: Tensor,
-    vocab_size: Tensor | int,
-    target: Tensor | None,
-    columns: Columns,
-    options: Options,
-    log_sum: bool = False,
+    partial: Tensor, vocab_size: Tensor | int, target: Tensor | None, options: Options, log_sum: bool = False
 ) -> dict[str, Tensor | None]:
     """The statistics ``[R]`` that no feature fills, by name; None if the partial lacks the column.
 
     Args:
-        partial: ``[C, R]``, merged, with these ``columns``.
+        partial: ``[C, R]``, merged, with the columns of the ``options``.
         vocab_size: V, 0-dimensional int64, or a number. The result of this name is a tensor.
         target: ``[R]`` ids in the whole vocabulary, or None.
         options: with an ``ignore_index``, statistics of a target outside the vocabulary are NaN, of this one 0.
         log_sum: whether to return log s, too: another function's logarithm may differ in its last bit.
     """
-    top, sum_exp, logit = partial[MAX], partial[SUM_EXP], partial[TARGET]
+    top, sum_exp, logit, columns = partial[MAX], partial[SUM_EXP], partial[TARGET], options.columns
     if isinstance(vocab_size, int):
         vocab_size = partial.new_full((), vocab_size, dtype=torch.int64)
     of_sum = sum_exp.log()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.logit_map import Projection
-from parallel_lce.core.options import Options, Wanted
+from parallel_lce.core.options import Wanted
 from parallel_lce.core.partials import Coefficients, Columns
 from parallel_lce.core.selection import Selection
 
@@ -200,27 +200,10 @@ class Backend(Protocol):
         by name (:func:`parallel_lce.backends.formulas.token_statistics`)."""
         ...
 
-    def without_factor(self, coefficients: Coefficients) -> Coefficients:
-        """:func:`parallel_lce.backends.formulas.without_factor`"""
-        ...
-
-    def statistics_gradient(
-        self,
-        upstream: dict[str, Tensor | None],
-        partial: Tensor,
-        vocab_size: Tensor,
-        target: Tensor | None,
-        columns: Columns,
-        options: Options,
-    ) -> Coefficients:
-        """:func:`parallel_lce.backends.formulas.statistics_gradient`"""
-        ...
-
-    def mean_loss(
-        self, losses: Tensor, target: Tensor, token_weight: Tensor | None, ignore_index: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """:func:`parallel_lce.backends.formulas.mean_loss`"""
-        ...
+    # Those of :mod:`parallel_lce.backends.formulas`.
+    without_factor: Callable[[Coefficients], Coefficients]
+    statistics_gradient: Callable[..., Coefficients]
+    mean_loss: Callable[..., tuple[Tensor, Tensor]]
 
     def scaled(self, gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """``gradient * factor`` in ``dtype``, in place if the gradient has that dtype. ``factor``: 0-dimensional."""

@@ -92,7 +92,7 @@ def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
 def results_of(partial: Tensor, vocab_size: Tensor | int, wanted: Wanted) -> Any:
     kind, options, target, token_weight, log_sum = wanted
     if kind == "statistics":
-        return token_statistics(partial, vocab_size, target, options.columns, options, log_sum)
+        return token_statistics(partial, vocab_size, target, options, log_sum)
     assert target is not None  # check_tensors refuses a loss without targets
     return token_losses(partial, vocab_size, target, token_weight, options)
 

@@ -199,14 +199,14 @@ def test_no_log_probability_is_above_zero(name, device):
 @pytest.mark.parametrize("output", ["target_log_prob", "entropy"])
 def test_logits_may_be_recomputed_in_another_order(output, monkeypatch, device):
     """As products of other rows may be: a logit that can only be the largest is the largest."""
-    logits, recomputed = torch_backend.logits, torch_backend.LogitsGradient._recomputed
+    logits, of_tile = torch_backend.logits, torch_backend.LogitsGradient.of_tile
 
     def in_another_order(*given):
         with monkeypatch.context() as patches:
             patches.setattr(torch_backend, "logits", lambda *operands: logits(*operands).mul_(1 - 2**-21))
-            return recomputed(*given)
+            return of_tile(*given)
 
-    monkeypatch.setattr(torch_backend.LogitsGradient, "_recomputed", in_another_order)
+    monkeypatch.setattr(torch_backend.LogitsGradient, "of_tile", in_another_order)
     hidden, weight, target = confident("fp16", device)
     x = hidden.clone().requires_grad_()
     with chosen_backend("torch"):

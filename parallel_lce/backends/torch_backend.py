@@ -226,10 +226,19 @@ class LogitsGradient:
 
     def of_tile(self, rows: slice, window: slice, x: Tensor, weight: Tensor) -> Tensor:
         """The gradient of a tile, ``[entries, rows]``. ``x``, ``weight``: its rows and entries as operands."""
-        if window.start < self._save:
-            gradient, slope = self._from_saved(rows, window)
+        saved, softcap, slope = self._saved, self._projection.logit_map.softcap, None
+        if saved is None or window.start >= self._save:
+            projection = self._projection.of_rows(rows)
+            out = borrowed(self._scratch, rows, window, projection.dtype)
+            z = logits(projection, x, weight, window, out)
+            slope = projection.logit_map.slope(z)
+            gradient = self._of_logits(z, rows)
+        elif softcap is not None:
+            stored = saved_tile(saved.exponentials, self._save, rows, window).view(torch.float16)
+            z, slope = recapped(stored, softcap, borrowed(self._scratch, rows, window, self._projection.dtype))
+            gradient = self._of_logits(z, rows)
         else:
-            gradient, slope = self._recomputed(rows, window, x, weight)
+            gradient = self._of_exponentials(saved, rows, window)
         if self._gamma is not None:
             gradient -= self._gamma[rows]
         if slope is not None:
@@ -240,32 +249,18 @@ class LogitsGradient:
             add_selected(gradient, self._selection, rows, window)
         return gradient.to(x.dtype)
 
-    def _from_saved(self, rows: slice, window: slice) -> tuple[Tensor, Tensor | None]:
-        """The gradient before gamma and the targets', and the slope of the soft-cap."""
-        assert self._saved is not None
-        stored = saved_tile(self._saved.exponentials, self._save, rows, window)
-        softcap, dtype = self._projection.logit_map.softcap, self._projection.dtype
-        if softcap is not None:
-            out = borrowed(self._scratch, rows, window, dtype)
-            z, slope = recapped(stored.view(torch.float16), softcap, out)
-            return self._of_logits(z, rows), slope
+    def _of_exponentials(self, saved: Saved, rows: slice, window: slice) -> Tensor:
+        """The gradient of a saved tile, before gamma and the targets'."""
+        stored, dtype = saved_tile(saved.exponentials, self._save, rows, window), self._projection.dtype
         scale = 1 / _SAVED_FP16_SCALE if stored.dtype == torch.float16 else 1.0
-        maximum = self._saved.maxima[window.start // self._saved_width, rows]
+        maximum = saved.maxima[window.start // self._saved_width, rows]
         rebase = (maximum - self._maximum[rows]).exp() * scale
         out = stored if stored.dtype == dtype else borrowed(self._scratch, rows, window, dtype)
         if self._delta is None and self._epsilon is None:
-            return torch.mul(stored, self._alpha[rows] * rebase, out=out), None
+            return torch.mul(stored, self._alpha[rows] * rebase, out=out)
         e = torch.mul(stored, rebase, out=out)
         below_max = None if self._delta is None else e.log().clamp_(min=LOWEST_SHIFT)
-        return self._softmax_gradient(e, below_max, rows), None
-
-    def _recomputed(self, rows: slice, window: slice, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As :meth:`_from_saved`, from logits that are projected again."""
-        projection = self._projection.of_rows(rows)
-        out = borrowed(self._scratch, rows, window, projection.dtype)
-        z = logits(projection, x, weight, window, out)
-        slope = projection.logit_map.slope(z)
-        return self._of_logits(z, rows), slope
+        return self._softmax_gradient(e, below_max, rows)
 
     def _of_logits(self, z: Tensor, rows: slice) -> Tensor:
         """The gradient of a tile of logits ``z``, which it overwrites."""

@@ -45,14 +45,9 @@ _LN_2_LOW = tl.constexpr(-1.9046542121259336e-09)
 
 @triton.jit
 def exponential(x):
-    """exp(x). Triton's ``exp2`` is one instruction, its ``exp`` is several."""
+    """exp(x). Triton's ``exp2`` is one instruction, its ``exp`` is several. A maximum is subtracted before: products of
+    large numbers with log2(e) would not cancel."""
     return tl.exp2(x * LOG2_E)
-
-
-@triton.jit
-def exponential_from(z, shift):
-    """exp(z - shift). The subtraction comes first: products of large numbers with log2(e) would not cancel."""
-    return exponential(z - shift)
 
 
 @triton.jit
@@ -80,6 +75,17 @@ def times(coefficient, factor):
     """The product; 0 where the coefficient is 0, whatever the factor: that of a token that does not count may be
     NaN."""
     return tl.where(coefficient == 0.0, 0.0, coefficient * factor)
+
+
+@triton.jit
+def factor_of(coefficients, stride, r, valid):
+    """``factor / divisor`` of :class:`parallel_lce.core.partials.Coefficients`, of the tokens ``r``."""
+    factor = tl.full(r.shape, 1.0, tl.float32)
+    if coefficients.factor is not None:
+        factor = tl.load(coefficients.factor + r * stride, mask=valid, other=0.0)
+    if coefficients.divisor is not None:
+        factor = tl.div_rn(factor, tl.load(coefficients.divisor))
+    return factor
 
 
 @triton.jit

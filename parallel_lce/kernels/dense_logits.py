@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import exponential, exponential_from, finite_base
+from parallel_lce.kernels.arithmetic import exponential, finite_base
 from parallel_lce.kernels.launch import Relaunched
 
 # Columns per step, and warps.
@@ -46,7 +46,7 @@ def lce_forward_dense(logits, partial, target, rows, entries, stride, SHIFTED: t
         maxima = tl.where(is_larger, z, maxima)
     top = tl.max(maxima, 0)
     base = finite_base(top)
-    e = exponential_from(maxima, base)
+    e = exponential(maxima - base)
     is_top = (maxima == top) & (maxima != -float("inf"))
     sum_exp = tl.sum(others * e + tl.where(is_top, 0.0, e), 0) + tl.sum(tl.where(is_top, 1.0, 0.0), 0)
     if SHIFTED:

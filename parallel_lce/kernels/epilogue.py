@@ -27,7 +27,7 @@ from parallel_lce.core.logit_map import LogitMap
 from parallel_lce.core.partials import NO_ENTRY, Coefficients
 from parallel_lce.kernels.arithmetic import (
     LOWEST_SHIFT,
-    exponential_from,
+    exponential,
     finite_base,
     flattened,
     largest_of,
@@ -184,7 +184,7 @@ def _gradient_rows(epilogue, logit_map, token_scales, r, rows):
 @triton.jit
 def _gradient(z, row_values, given, logit_map, cap):
     _, base, factor, alpha, delta, epsilon, gamma = row_values
-    e = exponential_from(z, base[:, None])
+    e = exponential(z - base[:, None])
     g = e * factor[:, None]
     # Summed before the product with the factor: the terms nearly cancel where z is near the expected logit.
     if given.delta is not None or given.epsilon is not None:

@@ -25,7 +25,7 @@ from parallel_lce.kernels.arithmetic import (
     LOWEST_SHIFT,
     at_max,
     exact_logit,
-    exponential_from,
+    exponential,
     finite_base,
     largest_of,
     power_from,
@@ -363,7 +363,7 @@ def _merge_kernel(
         is_plain = tl.max(off_zero, 0) == 0
         if targets is not None:
             z = tl.where(hit & (target_id < rounded.saved), target, -float("inf"))
-            e = exponential_from(z, base).to(tl.float64)
+            e = exponential(z - base).to(tl.float64)
             others -= e
             others_rounded -= e * _rounding_of(z, rounded)
         tl.store(rounded.mass + r, _mass(others, others_rounded, sum_exp, is_plain), mask=valid)

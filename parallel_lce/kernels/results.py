@@ -16,7 +16,7 @@ import triton.language as tl
 from parallel_lce.core.memory import empty_if, on_device_of
 from parallel_lce.core.options import Options, Wanted
 from parallel_lce.core.partials import Coefficients, Columns
-from parallel_lce.kernels.arithmetic import times
+from parallel_lce.kernels.arithmetic import factor_of, times
 from parallel_lce.kernels.launch import Relaunched
 
 # Tokens per program; tokens per step of the mean's only program.
@@ -336,11 +336,7 @@ def statistics_gradient(
 def lce_backward_coefficients(given, out, rows, factor_stride):
     r = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
     valid = r < rows
-    factor = tl.full((_TOKENS,), 1.0, tl.float32)
-    if given.factor is not None:
-        factor = tl.load(given.factor + r * factor_stride, mask=valid, other=0.0)
-    if given.divisor is not None:
-        factor = tl.div_rn(factor, tl.load(given.divisor))
+    factor = factor_of(given, factor_stride, r, valid)
     for n in tl.static_range(6):  # from alpha to excess
         if given[n] is not None:
             tl.store(out[n] + r, times(tl.load(given[n] + r, mask=valid, other=0.0), factor), mask=valid)

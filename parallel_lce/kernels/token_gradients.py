@@ -65,6 +65,7 @@ from parallel_lce.kernels.arithmetic import (
     LOWEST_SHIFT,
     SAVED_FP16_SCALE,
     exponential,
+    factor_of,
     finite_base,
     flattened,
     gradient_of,
@@ -370,12 +371,10 @@ class TokenGradients(NamedTuple):
 
 
 @triton.jit
-def _target_gradient(row, hit, terms, alpha, upstream, rows, scale):
+def _target_gradient(row, hit, token, terms, alpha, upstream, scale):
     """The gradient of each target's logit, 0 for targets outside the shard; and that of the largest logit, 0 if it is
-    the target's."""
-    base = finite_base(tl.load(terms.partial + row, mask=hit, other=0.0))
-    sum_exp = tl.load(terms.partial + rows + row, mask=hit, other=1.0)
-    logit = tl.load(terms.partial + 2 * rows + row, mask=hit, other=0.0)
+    the target's. ``token``: maximum, sum of exponentials, and the target's logit."""
+    base, sum_exp, logit = token
     beta = times(tl.load(terms.coefficients.beta + row, mask=hit, other=0.0), upstream)
     excess = alpha - beta
     if terms.coefficients.excess is not None:
@@ -437,18 +436,18 @@ def lce_backward_token_gradients(
     valid = row < rows
     coefficients, partial, fp16_scale = terms.coefficients, terms.partial, terms.fp16_scale
     targets = outputs.targets
-    upstream = tl.full((TOKENS,), 1.0, tl.float32)
-    if coefficients.factor is not None:
-        upstream = tl.load(coefficients.factor + row * terms.factor_stride, mask=valid, other=0.0)
-    if coefficients.divisor is not None:
-        upstream = tl.div_rn(upstream, tl.load(coefficients.divisor))
+    upstream = factor_of(coefficients, terms.factor_stride, row, valid)
     alpha = times(tl.load(coefficients.alpha + row, mask=valid, other=0.0), upstream)
     grad_scale = scales_of(terms.logit_map, row, valid)
+    base = finite_base(tl.load(partial + row, mask=valid, other=0.0))
+    sum_exp = tl.load(partial + rows + row, mask=valid, other=1.0)
+    logit = tl.full((TOKENS,), -float("inf"), tl.float32)
     t = tl.zeros((TOKENS,), tl.float32)
     if targets.target is not None:
         target_id = local_ids(targets.target, row, rows, entries)
         hit = target_id >= 0
-        t, largest = _target_gradient(row, hit, terms, alpha, upstream, rows, grad_scale)
+        logit = tl.load(partial + 2 * rows + row, mask=valid, other=0.0)
+        t, largest = _target_gradient(row, hit, (base, sum_exp, logit), terms, alpha, upstream, grad_scale)
         unshared = hit
         if FIND_SHARED:
             # In fp32: Triton compiles an integer maximum of bits to arrays on the stack.
@@ -464,8 +463,6 @@ def lce_backward_token_gradients(
     c = tl.full((TOKENS,), 1.0, tl.float32)
     holds_gradient = valid
     if saved.maxima is not None:
-        base = finite_base(tl.load(partial + row, mask=valid, other=0.0))
-        sum_exp = tl.load(partial + rows + row, mask=valid, other=1.0)
         alpha_over_sum = alpha * (grad_scale / sum_exp)
         factor = tl.load(saved.mass + row, mask=valid, other=1.0)
         coefficient = alpha_over_sum * exponential(-base) * factor
@@ -477,9 +474,6 @@ def lce_backward_token_gradients(
             keeps &= is_flat == 0.0
         # The coefficient may be 0 by underflow alone.
         keeps &= _keeps_digits(coefficient) | ((alpha == 0.0) & (t == 0.0))
-        logit = tl.full((TOKENS,), -float("inf"), tl.float32)
-        if targets.target is not None:
-            logit = tl.load(partial + 2 * rows + row, mask=valid, other=0.0)
         keeps &= (sum_exp >= _ONE_LARGE_ENTRY) | (logit > base - _NEAR) | (alpha == 0.0)
         is_part = slice_entries < entries
         whole = tl.where(_keeps_digits(alpha * grad_scale) & (is_part == 0), alpha * grad_scale, 1.0)

@@ -57,6 +57,8 @@ class Call(NamedTuple):
     plan: Plan
     # Shape of the tokens.
     shape: torch.Size
+    # V; None: it depends on numbers of rows that only other ranks know.
+    vocab_size: int | None
     # Which inputs required a gradient in forward.
     needs: Needs
     # Dtype of statistics and sums.

@@ -151,6 +151,7 @@ def _planned(
         columns=replace(options.columns, low=backend.SAME_BITS and layout.ranks > 1),
         plan=cast(Plan, None),  # until it is made, below
         shape=shape,
+        vocab_size=known_vocab_size(shard.rows, layout, options.vocab_start, options.vocab_size),
         needs=needs,
         dtype=accumulation_dtype(weight.dtype),
         logit_map=LogitMap.of(options),
@@ -176,7 +177,8 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
     token_weight, scale, temperature, ids, offsets = of_tokens
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     target = target if target is None else as_int64(target).reshape(-1).contiguous()
-    check_target(known.options, target, checked_vocab_size(known.options, weight, layout), layout)
+    if weight.device.type == "cpu":  # where the host waits for nothing
+        check_target(known.options, target, known.vocab_size, layout)
     scale, temperature, token_weight = [
         t if t is None else t.reshape(-1).to(known.dtype).contiguous() for t in (scale, temperature, token_weight)
     ]
@@ -195,7 +197,7 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
 def _plan(call: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None) -> Plan:
     """The plan of a call without its tensors."""
     options, backend, shard, dtype = call.options, call.backend, call.shard, tensors.linear_weight.dtype
-    size = known_vocab_size(shard.rows, layout, options.vocab_start, options.vocab_size)
+    size = call.vocab_size
     # Accumulation needs token weights without a gradient and, on several ranks, the same blocks on each. It writes dX
     # before the upstream gradient, and with it the loss scale of fp16, is known.
     reduced = options.reduction in ("mean", "sum")
@@ -226,13 +228,6 @@ def _plan(call: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | No
         reuses_saved=backend.REUSES_SAVED,
     )
     return plan(problem).limited(shard.real_rows)
-
-
-def checked_vocab_size(options: Options, weight: Tensor, layout: Layout) -> int | None:
-    """V where :func:`check_target` is free: on a CPU, if this rank knows V. Else None."""
-    if weight.device.type != "cpu":
-        return None
-    return known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
 
 
 def autocasted(tensors: Tensors) -> Tensors:

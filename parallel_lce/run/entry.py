@@ -33,7 +33,7 @@ def fused_loss(
 ) -> Tensor:
     """The loss, of the tokens' shape or 0-dimensional. With a ``mask``, bool of that shape, the other tokens are
     ignored. Other arguments as in :func:`parallel_lce.run.token_count.compacted`."""
-    compaction, weights, reduction = None, tensors.token_weight, options.reduction
+    weights, reduction = tensors.token_weight, options.reduction
     weights_learn = isinstance(weights, Tensor) and weights.requires_grad and torch.is_grad_enabled()
     if weights_learn:  # another call, also for the other ranks
         check(options, autocasted(tensors), group)
@@ -41,12 +41,10 @@ def fused_loss(
         function = f"{options.function}, {reduction=}, of weights that learn"
         options = options._replace(function=function, reduction="none")
         tensors = tensors._replace(token_weight=None)
-    if mask is not None or counted_tokens is not None:
-        options, tensors, compaction = compacted(options, tensors, group, mask, counted_tokens, main_grad)
-        weights = compaction.of(weights) if weights_learn else weights
+    options, tensors, compaction = compacted(options, tensors, group, mask, counted_tokens, main_grad)
     loss, shape = _called(options, tensors, group, main_grad)
     if weights_learn:
-        target, weights = as_int64(tensors.target).reshape(-1), weights.reshape(-1).to(loss.dtype)
+        target, weights = as_int64(tensors.target).reshape(-1), compaction.of(weights).reshape(-1).to(loss.dtype)
         if options.ignore_index is not None:  # weights of ignored tokens may be NaN
             weights = weights.masked_fill(target == options.ignore_index, 0.0)
         loss = loss * weights
@@ -55,8 +53,6 @@ def fused_loss(
     # A view would add a node to autograd's graph, which costs host time.
     if reduction == "none" and len(shape) != 1:
         loss = loss.view(shape)
-    if compaction is None:
-        return loss
     return compaction.spread(loss) if reduction == "none" else compaction.checked(loss)
 
 
@@ -71,12 +67,10 @@ def fused_statistics(
 ) -> TokenStatistics:
     """The statistics that the options ask for, of the tokens' shape. With a ``mask``, bool of that shape, tokens that
     do not count get 0, and ids -1. Other arguments as in :func:`fused_loss`."""
-    compaction = None
-    if mask is not None or counted_tokens is not None:
-        options, tensors, compaction = compacted(options, tensors, group, mask, counted_tokens, main_grad)
+    options, tensors, compaction = compacted(options, tensors, group, mask, counted_tokens, main_grad)
     found, shape = _called(options, tensors, group, main_grad)
     statistics = TokenStatistics(*found).view(shape)
-    if compaction is None:
+    if mask is None:
         return statistics
     return statistics.changed(lambda value: compaction.spread(value, 0 if value.is_floating_point() else -1))
 
@@ -94,13 +88,10 @@ def fused_token_loss(
     """The loss, 0-dimensional, by a caller's function, and its metrics, of the tokens' shape. ``values``: per token,
     checked. Other arguments as in :func:`fused_loss`. In debug mode every rank raises if the function raises on one,
     or if the ranks' losses or metrics differ: an exchange after the call's (:func:`parallel_lce.call.debug.agree`)."""
-    compaction = None
-    if counted_tokens is not None:
-        options, tensors, compaction = compacted(options, tensors, group, None, counted_tokens, main_grad)
-        values = tuple([compaction.of(value) for value in values])
+    options, tensors, compaction = compacted(options, tensors, group, None, counted_tokens, main_grad)
     call, inputs = prepare(options, tensors, group, main_grad=main_grad)
     function, layout = LossFunction(loss), call.layout
-    flat = tuple([value.reshape(-1).contiguous() for value in values])
+    flat = tuple([compaction.of(value).reshape(-1).contiguous() for value in values])
     total = function_of(call).apply(*inputs, call._replace(loss_function=function, values=flat))
     # A second backward fills new ones.
     metrics, function.metrics = {name: metric.view(call.shape) for name, metric in function.metrics.items()}, {}
@@ -112,8 +103,6 @@ def fused_token_loss(
         compared = {"the metrics of loss": [*metrics], "the loss": total}
         compared |= {f"the metric {name!r} of loss": metric for name, metric in metrics.items()}
         debug.agree(layout, f"{options.function}, whose loss has returned", compared)
-    if compaction is None:
-        return total, metrics
     return compaction.checked(total), {name: compaction.spread(metric) for name, metric in metrics.items()}
 
 

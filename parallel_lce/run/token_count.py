@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.call import debug
-from parallel_lce.call.checks import check_kind, check_target, described
-from parallel_lce.call.prepare import autocasted, check, checked_vocab_size, needs_of
+from parallel_lce.call.checks import check_kind, check_target, described, known_vocab_size
+from parallel_lce.call.prepare import autocasted, check, needs_of
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import HostNumber, in_memory
-from parallel_lce.core.options import INTEGERS, NO_LABEL, Options, Tensors, as_int64, check_option, is_count, shortened
+from parallel_lce.core.options import INTEGERS, NO_LABEL, Options, Tensors, as_int64, check_option, shortened
 from parallel_lce.core.private import gather_rows, transforming, version
 
 
@@ -96,11 +96,11 @@ def _can_be_read(mask: Any) -> bool:
 
 class Compaction:
     """The counted tokens of a ``mask`` of any shape, in row-major order: ``count`` of them. Without a ``count``, and if
-    these are ``every`` token, the call keeps all."""
+    these are ``every`` token, the call keeps all. Without a mask it changes nothing."""
 
-    def __init__(self, mask: Tensor, count: int | None = None, every: bool = False) -> None:
+    def __init__(self, mask: Tensor | None = None, count: int | None = None, every: bool = False) -> None:
         self._mask, self._kept, self._wrong = mask, None, None
-        if count is None:
+        if mask is None or count is None:
             return
         flat = mask.reshape(-1)
         total = flat.sum()
@@ -113,12 +113,14 @@ class Compaction:
 
     def of(self, tokens: Tensor) -> Tensor:
         """The rows ``[count, ...]`` that the call works on, of ``tokens``, whose first dimensions are the mask's."""
-        if self._kept is None:
+        if self._mask is None or self._kept is None:
             return tokens
         return tokens.reshape(self._mask.numel(), *tokens.shape[self._mask.dim() :]).index_select(0, self._kept)
 
     def spread(self, values: Tensor, others: float = 0) -> Tensor:
         """The call's ``values [count, ...]`` at their places among all tokens, and ``others`` elsewhere."""
+        if self._mask is None:
+            return values
         shape = self._mask.shape
         if self._kept is None:
             ones = [1] * (values.dim() - len(shape))
@@ -137,6 +139,9 @@ class Compaction:
         return value * torch.where(self._wrong, torch.nan, 1.0).to(value.dtype)
 
 
+_ALL = Compaction()
+
+
 def _check_count(count: int, total: Tensor, wrong: Tensor) -> None:
     """Raise ``ValueError`` for a wrong count, where the host can read it."""
     if (total.device.type == "cpu" or debug.enabled()) and wrong:
@@ -153,7 +158,7 @@ def compacted(
 ) -> tuple[Options, Tensors, Compaction]:
     """The call on the counted tokens alone: the tokens of the ``mask``, for a loss those that are not ignored.
     ``counted_tokens``: their number, or a ``TokenCount``. If there is none, or it cannot be read, the call works on all
-    tokens.
+    tokens. Without either, it is the call as it is.
 
     A call on some tokens has no sequence parallelism: every rank gathers all hidden states first, since the counted
     tokens are not spread evenly over the ranks. Its dX is all-reduced.
@@ -162,12 +167,14 @@ def compacted(
         ValueError: a count that is no number from 0 to N, or wrong; a mask of another shape than the tokens', or not
         bool; and as for a call without a count.
     """
+    if mask is None and counted_tokens is None:
+        return options, tensors, _ALL
     tensors, count, begun = autocasted(tensors), counted_tokens, isinstance(counted_tokens, TokenCount)
     # A refusal may be sent to the other ranks, so hidden states are gathered only after all checks.
     options, layout, tokens = check(options, tensors, group, main_grad)
     if begun:
         count = counted_tokens.read()
-    if count is not None and not (is_count(count) and 0 <= count <= tokens.numel()):
+    if count is not None and not (type(count) is int and 0 <= count <= tokens.numel()):
         raise ValueError(f"counted_tokens must be an integer from 0 to {tokens.numel()}, got {shortened(count)}")
     counts = _checked_mask(mask, tokens, tensors) if mask is not None or options.kind == "statistics" else None
     if options.kind == "loss":
@@ -181,10 +188,12 @@ def compacted(
     if count is None:
         return options, _of_all(options, tensors, layout, counts), Compaction(counts)
     if not torch.compiler.is_compiling():  # there the operator checks the counted targets
-        vocab_size = checked_vocab_size(options, tensors.linear_weight, layout)
+        weight, vocab_size = tensors.linear_weight, None
         if debug.enabled():  # before hidden states are gathered
             needs = needs_of(tensors)
             vocab_size = debug.state.vocab_size = debug.check_together(options, tensors, layout, needs, main_grad)
+        elif weight.device.type == "cpu":
+            vocab_size = known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
         check_target(options, as_int64(tensors.target), vocab_size, layout, counts)
     compaction = Compaction(counts, count)
     hidden = in_memory(tensors.input)

@@ -93,12 +93,6 @@ class Columns:
         """Whether a gradient may be ``p_j`` times a difference that vanishes where all logits are equal."""
         return self.shifted or self.weighted or self.squared
 
-    @property
-    def names(self) -> list[str]:
-        merged = ["max", "sum_exp", "target", *self.requested]
-        sums = [name for name in merged if name not in ("max", "target", "argmax")]
-        return merged + [f"{name}_low" for name in sums if self.low]
-
     @cached_property
     def merged(self) -> int:
         """Number of columns of a merged partial."""
@@ -106,7 +100,8 @@ class Columns:
 
     @cached_property
     def count(self) -> int:
-        return len(self.names)
+        sums = self.merged - 2 - self.argmax  # all but max, target and argmax
+        return self.merged + (sums if self.low else 0)
 
     @cached_property
     def rows(self) -> dict[str, int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from parallel_lce.call import debug
 from parallel_lce.call.checks import as_group, has_dtensor, is_dtensor
 from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import Options, Tensors, as_int64, check_option, is_count
+from parallel_lce.core.options import Options, Tensors, as_int64, check_option
 from parallel_lce.run.results import TokenStatistics
 
 _SHARDED_PARAMETER = (
@@ -106,7 +106,7 @@ class DTensorAdapter:
             if given not in (None, own):
                 raise ValueError(f"{name}={given!r}, and {_placed('linear_weight', weight)}: leave it out")
         entries, size = weight.shape[0], self.options.vocab_size
-        if is_count(size) and size > entries:
+        if type(size) is int and size > entries:
             raise ValueError(f"vocab_size={size} exceeds the {entries} rows of linear_weight")
         if sharded:
             self._tp = tp = sharded[0]

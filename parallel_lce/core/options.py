@@ -131,10 +131,6 @@ def is_number(value: object) -> TypeGuard[float]:
     return type(value) in (int, float) and -LARGEST <= cast(float, value) <= LARGEST
 
 
-def is_count(value: object) -> TypeGuard[int]:
-    return type(value) is int
-
-
 def check_flag(name: str, value: object) -> None:
     """Raise ``ValueError`` unless this is True or False."""
     if type(value) is not bool:
@@ -156,7 +152,7 @@ def _number_or_none(fits: Callable[[float], bool]) -> Callable[[Any], bool]:
 
 
 def _count_or_none(first: int, end: float = math.inf) -> Callable[[Any], bool]:
-    return lambda value: value is None or (is_count(value) and first <= value < end)
+    return lambda value: value is None or (type(value) is int and first <= value < end)
 
 
 _FLAG = "True or False", lambda value: type(value) is bool
@@ -170,7 +166,7 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "logit_softcap": ("None or a positive Python number", _number_or_none(lambda cap: cap >= _SMALLEST)),
     "temperature": ("a finite Python number > 0", _number(lambda t: t >= 1 / LARGEST)),
     "gradient_filter": ("None or a number between 0 and 1, such as 2**-13", _number_or_none(lambda eps: 0 < eps < 1)),
-    "sequence_dim": ("0 or 1", lambda dim: is_count(dim) and dim in (0, 1)),
+    "sequence_dim": ("0 or 1", lambda dim: type(dim) is int and dim in (0, 1)),
     # Together with the input's dtype: call.checks.
     "reduce_dtype": ("None, torch.float32 or the input's dtype", lambda dtype: dtype is None or dtype in FLOATS),
     "vocab_start": ("None or an id >= 0 and < 2^31", _count_or_none(0, LARGEST_VOCABULARY + 1)),

@@ -6,7 +6,7 @@ No backend starts a collective or waits for one. The caller runs it on the weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -18,15 +18,6 @@ from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.options import Wanted
 from parallel_lce.core.partials import Coefficients, Columns
 from parallel_lce.core.selection import Selection
-
-
-class Saved(Iterable[Tensor | None], Protocol):
-    """The tensors that a block saves for its backward: a NamedTuple of the backend, whose fields are tensors or None. A
-    block that saves nothing has ``()`` instead. A backward may overwrite the tensors."""
-
-    # Exponentials of the logits, or under a soft-cap what it is applied to, in fp16.
-    @property
-    def exponentials(self) -> Tensor: ...
 
 
 class HiddenGrad:
@@ -48,40 +39,29 @@ class Scratch:
     def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
         self.size = size
         self._device = device
-        self._memory: Tensor | None = None
+        # None: the next :meth:`borrow` allocates it.
+        self.memory: Tensor | None = None
 
     def adopt(self, tensor: Tensor) -> None:
         """Use the memory of a tensor that is no longer read, if it is larger and contiguous."""
         given = tensor.numel() * tensor.element_size()
-        held = self.size if self._memory is None else self._memory.numel()
+        held = self.size if self.memory is None else self.memory.numel()
         if given > held and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
             # A contiguous tensor of one element may have any stride.
-            self._memory = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
-
-    def reserve(self, size: int) -> None:
-        """Let the memory have ``size`` bytes, if it has fewer."""
-        self.size = max(self.size, size)
-
-    @property
-    def allocated(self) -> bool:
-        return self._memory is not None
-
-    def release(self) -> None:
-        """Free the memory. The next :meth:`borrow` allocates anew."""
-        self._memory = None
+            self.memory = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
 
     def capacity(self, dtype: torch.dtype) -> int:
         """Elements that :meth:`borrow` can give."""
-        held = 0 if self._memory is None else self._memory.numel()
+        held = 0 if self.memory is None else self.memory.numel()
         return max(self.size, held) // dtype.itemsize
 
     def borrow(self, elements: int, dtype: torch.dtype) -> Tensor:
         """``[elements]`` of uninitialised memory: the same memory at each call, allocated at the first one. A request
         may exceed :meth:`capacity` if the smallest unit of work does; memory is then allocated for it."""
         needed = elements * dtype.itemsize
-        if self._memory is None or self._memory.numel() < needed:
-            self._memory = torch.empty(max(self.size, needed), dtype=torch.uint8, device=self._device)
-        return self._memory.narrow(0, 0, needed).view(dtype)
+        if self.memory is None or self.memory.numel() < needed:
+            self.memory = torch.empty(max(self.size, needed), dtype=torch.uint8, device=self._device)
+        return self.memory.narrow(0, 0, needed).view(dtype)
 
 
 class ForwardTask(NamedTuple):
@@ -162,7 +142,8 @@ class Backend(Protocol):
     REUSES_SAVED: bool
     # Whether exponentials can be saved as codes of one byte.
     CODES: bool
-    # Class of the tensors that a block saves, a NamedTuple: see interface.Saved.
+    # Class of what a block saves for its backward, a NamedTuple of tensors or None. Its field ``exponentials`` holds
+    # those of the logits, or under a soft-cap what it is applied to, in fp16. A block that saves nothing has ``()``.
     Saved: Any
 
     # --- a block of R tokens ---
@@ -178,9 +159,9 @@ class Backend(Protocol):
         saved logits there."""
         ...
 
-    def block_forward(self, task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
-        """A block's partial over the shard, ``[C, R]``; the tensors that it saves: the exponentials of its first
-        vocabulary rows; and, as of :meth:`merge_ranks`, what the task wants."""
+    def block_forward(self, task: ForwardTask) -> tuple[Tensor, Any, Any]:
+        """A block's partial over the shard, ``[C, R]``; its :attr:`Saved` or ``()``; and, as of :meth:`merge_ranks`,
+        what the task wants."""
         ...
 
     def block_backward(self, task: BackwardTask) -> Iterator[bool]:

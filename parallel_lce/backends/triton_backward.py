@@ -233,7 +233,7 @@ class BlockBackward:
         self._dx_last = False
         # Several ranges are added to an fp32 sum of dX.
         summed = len(ranges) > 1 and x.dtype != self._projection.dtype
-        if dx is not None and dx.last and summed and held == 0 and not scratch.allocated:
+        if dx is not None and dx.last and summed and held == 0 and scratch.memory is None:
             wider = self._tiling(max(capacity, min(capacity + x.numel(), len(x) * LONGEST_SLICE)))
             self._dx_last = len(wider[0]) > 1
             ranges, cut = wider if self._dx_last else (ranges, cut)
@@ -291,7 +291,7 @@ class BlockBackward:
                 self._add_weight(piece, vocab_slice)
                 del vocab_slice
         if self._dx_last:
-            self._task.scratch.release()
+            self._task.scratch.memory = None
             self._finish_hidden(total)
             yield True
 

@@ -31,10 +31,6 @@ def generation(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
-def hopper_or_later(device: torch.device) -> bool:
-    return generation(device) >= 9
-
-
 @functools.cache
 def num_sms(device: torch.device) -> int:
     """Number of SMs (4 for the interpreter): a persistent kernel starts one program on each."""
@@ -69,7 +65,7 @@ def addressable(*tensors: torch.Tensor) -> bool:
     """Whether TMA can address these matrices: Hopper and later, with contiguous rows 16 bytes aligned."""
     for t in tensors:
         aligned = t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0
-        if not (aligned and t.stride(1) == 1 and min(t.shape) > 0 and hopper_or_later(t.device)):
+        if not (aligned and t.stride(1) == 1 and min(t.shape) > 0 and generation(t.device) >= 9):
             return False
     return True
 

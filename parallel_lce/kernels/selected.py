@@ -17,7 +17,7 @@ from parallel_lce.core.partials import FLAT
 from parallel_lce.core.selection import Selection
 from parallel_lce.kernels.arithmetic import add_product, exact_logit, finite_base, gradient_of_entry, largest_of
 from parallel_lce.kernels.epilogue import GradientTerms
-from parallel_lce.kernels.launch import Relaunched, hopper_or_later, next_power_of_2
+from parallel_lce.kernels.launch import Relaunched, generation, next_power_of_2
 from parallel_lce.kernels.logit_map import entry_logits, scales_of, slope_of
 from parallel_lce.kernels.product import Product
 
@@ -358,7 +358,7 @@ def target_logits(
         x.stride(0),
         weight.stride(0),
         # Ampere has too few registers for 64.
-        BLOCK_K=64 if x.element_size() == 2 and hopper_or_later(x.device) else 32,
+        BLOCK_K=64 if x.element_size() == 2 and generation(x.device) >= 9 else 32,
         num_warps=8,
         num_stages=4,
     )

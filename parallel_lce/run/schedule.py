@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.formulas import sum_of_weights
-from parallel_lce.backends.interface import BackwardTask, ForwardTask, HiddenGrad, Saved, Scratch
+from parallel_lce.backends.interface import BackwardTask, ForwardTask, HiddenGrad, Scratch
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Gradients, Needs, flattened
 from parallel_lce.core import plan
@@ -74,7 +74,7 @@ class GradientSums:
             self.dbias = GradBuffer(bias, real, blocks, call.dtype, dtype=dtype)
 
     def add_block(
-        self, block: Block, x: IncomingHidden, partial: Tensor, coefficients: Coefficients, saved: Saved | tuple[()]
+        self, block: Block, x: IncomingHidden, partial: Tensor, coefficients: Coefficients, saved: Any
     ) -> None:
         """Let the backend add the gradients of a block with merged ``partial [C, R]`` and ``coefficients [R]``. It
         consumes ``saved``. The reduction of dX over the ranks is started as soon as dX is complete, and overlaps the
@@ -113,7 +113,7 @@ class GradientSums:
 
 def _projected_blocks(
     call: Call, sums: GradientSums
-) -> Iterator[tuple[Block, IncomingHidden, PartialsGather, Saved | tuple[()], Any]]:
+) -> Iterator[tuple[Block, IncomingHidden, PartialsGather, Any, Any]]:
     """Projects the blocks and starts the gathers of their partials. On several ranks the next block is projected before
     a block is given. Last, what the call wants of the block's partial, on one rank."""
     layout, backend, blocks, projection = call.layout, call.backend, call.plan.blocks, sums.projection
@@ -226,7 +226,7 @@ class Fused(torch.autograd.Function):
         messages = partials.extra.fill_(-torch.inf).split(sizes) if features else ()
         gathered: Tensor | None = None
         # The backend's saved tensors of the first block.
-        saved: Saved | tuple[()] = ()
+        saved: Any = ()
         # What the call wants of the partial.
         found: Any = None
         # One block's partial is written straight into the buffer that is gathered.
@@ -286,7 +286,7 @@ class Fused(torch.autograd.Function):
         layout, blocks = call.layout, call.plan.blocks
         # Autograd, which saved these tensors, must not see that they are overwritten.
         of_block = [t if t is None else t.data.contiguous() for t in others]
-        saved: Saved | tuple[()] = call.backend.Saved(*of_block) if of_block else ()
+        saved: Any = call.backend.Saved(*of_block) if of_block else ()
         exponentials = saved.exponentials if saved else None
         scratch_bytes = call.plan.scratch_bytes if saved else plan.SMALLEST_BLOCK
         sums = GradientSums(call, hidden, weight, bias, needs, len(blocks), scratch_bytes=scratch_bytes)

@@ -72,5 +72,5 @@ class Filter(Feature):
             self._of_call.append(CallFilter(call.options.gradient_filter))
         entries = min(task.x.shape[0] * task.projection.real_rows, SLICE_BYTES // task.x.element_size())
         if is_large(entries, task.x.shape[1]):  # smaller slices are not filtered, and take no more memory
-            task.scratch.reserve(SLICE_BYTES)
+            task.scratch.size = max(task.scratch.size, SLICE_BYTES)
         return task._replace(filter=self._of_call[0])

@@ -25,8 +25,8 @@ from parallel_lce.run.results import DIFFERENTIABLE, NAMES, present
 from parallel_lce.run.schedule import FIRST_ORDER, function_of
 
 # A call as an operator's arguments: its tensors that are not None; the options that may change from call to call
-# within one graph, floats that are neither None nor 0 in fp64 on the CPU, since torch.compile would make constants of
-# Python numbers, and counts that are not None; and all else as JSON.
+# within one graph, floats in fp64 on the CPU, since torch.compile would make constants of Python numbers, and counts;
+# and all else as JSON. A float or count that is None is None in the JSON, and 0 among the others.
 _CALL = "Tensor[] tensors, Tensor floats, SymInt[] counts, str others"
 # torch.compile's CUDA graphs refuse CPU tensors (the floats) and do not track the memory behind a handle.
 # torch.cuda.graph over forward and backward has neither problem.
@@ -36,17 +36,14 @@ _OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 def encoded(options: Options, tensors: Tensors, layout: Layout) -> tuple[list[Tensor], Tensor, list[int], str]:
     """A call as an operator's arguments."""
     values = {name: getattr(options, name) for name in Options._fields}
+    numbers = {name: 0 if values[name] is None else values[name] for name in (*FLOAT_OPTIONS, *COUNT_OPTIONS)}
     zero = tensors.linear_weight.new_zeros((), dtype=torch.float64, device="cpu")
-    floats = {name: zero + values[name] for name in FLOAT_OPTIONS if values[name]}
-    counts = {name: values[name] for name in COUNT_OPTIONS if values[name] is not None}
-    constants = {name: value for name, value in values.items() if name not in (*FLOAT_OPTIONS, *counts)}
-    # A 0 may be a symbol of the graph.
-    constants |= {name: None if values[name] is None else 0.0 for name in FLOAT_OPTIONS if name not in floats}
-    constants["sequence_dim"] = 0  # to which the adapter has set it
+    floats, counts = [zero + numbers[name] for name in FLOAT_OPTIONS], [numbers[name] for name in COUNT_OPTIONS]
+    values |= {name: None if values[name] is None else 0 for name in numbers}
+    values["sequence_dim"] = 0  # to which the adapter has set it
     given = {name: tensor for name, tensor in zip(Tensors._fields, tensors) if tensor is not None}
     group = "" if layout.group is None else layout.group.group_name
-    others = _json([*given], [*floats], [*counts], constants, [*needs_of(tensors)], group)
-    return [*given.values()], torch.stack([*floats.values()]), [*counts.values()], others
+    return [*given.values()], torch.stack(floats), counts, _json([*given], values, [*needs_of(tensors)], group)
 
 
 @constant_in_graphs
@@ -58,14 +55,20 @@ def _decoded(
     tensors: Sequence[Tensor], floats: Tensor | None, counts: Sequence[int], others: str
 ) -> tuple[Options, Tensors, Needs, Any]:
     """The options, tensors, needs and process group. ``floats``: None while a graph is traced, where they are unknown;
-    results' shapes do not depend on them, so any number will do."""
-    given, names, counted, constants, needs, group = json.loads(others)
-    numbers = [0.5] * len(names) if floats is None else floats.tolist()
-    if (dtype := constants["reduce_dtype"]) is not None:
-        constants["reduce_dtype"] = getattr(torch, dtype.removeprefix("torch."))
-    values: dict[str, Any] = {**constants, **dict(zip(names, numbers)), **dict(zip(counted, counts))}
+    results' shapes do not depend on them, so they may be 0."""
+    given, values, needs, group = json.loads(others)
+    numbers = [*zip(COUNT_OPTIONS, counts), *zip(FLOAT_OPTIONS, () if floats is None else floats.tolist())]
+    values |= {name: number for name, number in numbers if values[name] is not None}
+    if (dtype := values["reduce_dtype"]) is not None:
+        values["reduce_dtype"] = getattr(torch, dtype.removeprefix("torch."))
     process_group = group_of_name(group) if group else None
     return Options(**values), Tensors(**dict(zip(given, tensors))), Needs(*needs), process_group
+
+
+def _results(options: Options, tensors: Tensors, values: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The ``values`` of the :func:`present` results, as a Function returns them, or gets their gradients."""
+    by_name = dict(zip(present(options, tensors), values))
+    return [by_name.get(name) for name in (("loss",) if options.kind == "loss" else NAMES)]
 
 
 class _ForwardInGraph:
@@ -111,10 +114,8 @@ def _(tensors, floats, counts, others):
     hidden = tensors.input
     tokens = math.prod(hidden.shape[:-1]) * Layout.of(group, options.sequence_parallel).sp_size
     dtype, handle = accumulation_dtype(hidden.dtype), hidden.new_empty(1, dtype=torch.uint8)
-    if options.kind == "loss":
-        shape = (tokens,) if options.reduction == "none" else ()
-        return [hidden.new_empty(shape, dtype=dtype)], handle
-    shapes: Shapes = {"vocab_size": ((), torch.int64), "argmax": ((tokens,), torch.int64)}
+    of_loss = (tokens,) if options.reduction == "none" else ()
+    shapes: Shapes = {"loss": (of_loss, None), "vocab_size": ((), torch.int64), "argmax": ((tokens,), torch.int64)}
     for feature in features_of(options, tensors):
         shapes |= feature.shapes(options, tensors, tokens)
     given = [shapes.get(name, ((tokens,), dtype)) for name in present(options, tensors)]
@@ -126,22 +127,18 @@ def _save(ctx, inputs, output) -> None:
     tensors, floats, *ctx.others = inputs
     results, handle = output
     options, given, _, _ = _decoded(tensors, None, *ctx.others)
-    ctx.names = ["loss"] if options.kind == "loss" else present(options, given)
-    fixed = [result for result, name in zip(results, ctx.names) if name not in ("loss", *DIFFERENTIABLE)]
-    ctx.mark_non_differentiable(*fixed)
+    named = zip(present(options, given), results)
+    ctx.mark_non_differentiable(*[result for name, result in named if name not in ("loss", *DIFFERENTIABLE)])
     ctx.save_for_backward(*tensors, floats, handle)
 
 
 def _differentiate(ctx, upstream, _):
     *tensors, floats, handle = ctx.saved_tensors
-    by_name, wanted = dict(zip(ctx.names, upstream)), ctx.needs_input_grad[0]
-    # PyTorch takes an empty list of counts for one of tensors, and wants a list of their gradients.
-    others = None, None if ctx.others[0] else [], None
-    upstream = [by_name.get(name) for name in (["loss"] if "loss" in by_name else DIFFERENTIABLE)]
+    wanted = ctx.needs_input_grad[0]
     if all(gradient is None for gradient in upstream):
-        return [None] * len(tensors), *others
+        return [None] * len(tensors), None, None, None
     gradients = iter(torch.ops.parallel_lce.backward(tensors, floats, *ctx.others, handle, upstream, [*wanted]))
-    return [next(gradients) if each else None for each in wanted], *others
+    return [next(gradients) if each else None for each in wanted], None, None, None
 
 
 _forward_operator.register_autograd(_differentiate, setup_context=_save)
@@ -154,8 +151,8 @@ _forward_operator.register_autograd(_differentiate, setup_context=_save)
     tags=_OUTSIDE_GRAPHS,
 )
 def _backward_operator(tensors, floats, counts, others, handle, upstream, wanted):
-    """The gradients of the ``wanted`` tensors. ``upstream``: of the loss, or of the differentiable statistics. The
-    forward runs again if the handle is a copy, or if an earlier backward has used it."""
+    """The gradients of the ``wanted`` tensors. ``upstream``: of the :func:`present` results. The forward runs again
+    if the handle is a copy, or if an earlier backward has used it."""
     options, given, _, group = _decoded(tensors, floats, counts, others)
     wanted_of = dict(zip(given.named(), wanted))
     needs = Needs(*[wanted_of.get(name, False) for name in ("input", "linear_weight", "linear_bias")])
@@ -164,7 +161,7 @@ def _backward_operator(tensors, floats, counts, others, handle, upstream, wanted
         # The graph has cast the tensors already, by the autocast of its forward.
         with torch.autocast(given.input.device.type, enabled=False):
             forward = _ForwardInGraph(options, given, needs, group)
-    gradients = forward.backward(upstream, needs)
+    gradients = forward.backward(_results(options, given, upstream), needs)
     return [gradient for gradient, each in zip(gradients, needs) if each]
 
 
@@ -182,8 +179,6 @@ _backward_operator.register_autograd(_refuse_second_order, setup_context=lambda 
 
 def call_in_graph(options: Options, tensors: Tensors, layout: Layout) -> Any:
     """The results of the call, from the operator."""
-    results, _ = torch.ops.parallel_lce.forward(*encoded(options, tensors, layout))
-    if options.kind == "loss":
-        return results[0]
-    by_name = dict(zip(present(options, tensors), results))
-    return tuple([by_name.get(name) for name in NAMES])
+    values, _ = torch.ops.parallel_lce.forward(*encoded(options, tensors, layout))
+    results = _results(options, tensors, values)
+    return results[0] if options.kind == "loss" else tuple(results)

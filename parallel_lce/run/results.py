@@ -26,7 +26,7 @@ from parallel_lce.core.private import pytree, saving_without_hooks, version
 # round the last tokens of a vector in another way.
 _SAME_LOSS = 1e-4, 1e-6
 
-_FEATURE = {"column": "feature"}
+_FEATURE = {"of": "feature"}
 
 
 @dataclass(frozen=True)
@@ -38,32 +38,32 @@ class TokenStatistics:
     on have no gradient.
     """
 
-    # metadata["column"] names a column of the partial, or "target". If the call lacks it, the field is None. Fields of
+    # metadata["of"] names the option that asks for the field, or "target": without it the field is None. Fields of
     # _FEATURE are None unless a feature of the call fills them. Fields without metadata always exist.
 
     # Log-sum-exp of the V real entries.
     lse: Tensor
     # For both: 0 for the target -100, NaN for another outside [0, V).
-    target_logit: Tensor | None = field(metadata={"column": "target"})
+    target_logit: Tensor | None = field(metadata={"of": "target"})
     # ``target_logit - lse``, summed relative to the maximum: large logits do not cancel.
-    target_log_prob: Tensor | None = field(metadata={"column": "target"})
+    target_log_prob: Tensor | None = field(metadata={"of": "target"})
     # Mean over the V real entries.
-    mean_logit: Tensor | None = field(metadata={"column": "total"})
+    mean_logit: Tensor | None = field(metadata={"of": "mean_logit"})
     # ``mean_logit - lse``, summed relative to the maximum: large logits do not cancel.
-    mean_log_prob: Tensor | None = field(metadata={"column": "shifted"})
+    mean_log_prob: Tensor | None = field(metadata={"of": "mean_logit"})
     # Sum of p z.
-    expected_logit: Tensor | None = field(metadata={"column": "weighted"})
+    expected_logit: Tensor | None = field(metadata={"of": "entropy"})
     # ``lse - expected_logit``, summed relative to the maximum: large logits do not cancel.
-    entropy: Tensor | None = field(metadata={"column": "weighted"})
+    entropy: Tensor | None = field(metadata={"of": "entropy"})
     # Sum of p^2: the probability that two independent samples are equal.
-    sum_p_squared: Tensor | None = field(metadata={"column": "squared"})
+    sum_p_squared: Tensor | None = field(metadata={"of": "sum_p_squared"})
     # log p of the selected entries, [..., K], or [E] for sets given with offsets. -inf for an id outside [0, V).
     selected_log_prob: Tensor | None = field(metadata=_FEATURE)
     max_logit: Tensor
     # int64 global id, the lowest among equals. If a logit of the token is NaN, even beside inf, or the shards are no
     # partition, ids are -1, and all fields but ``target_logit`` are NaN, except where the target is -100.
     # (``torch.argmax`` and ``torch.topk`` take NaN for the largest.)
-    argmax: Tensor | None = field(metadata={"column": "argmax"})
+    argmax: Tensor | None = field(metadata={"of": "argmax"})
     # [..., K], the largest first; all NaN if a logit of the token is NaN.
     top_logits: Tensor | None = field(metadata=_FEATURE)
     # [..., K] int64 global ids, the lowest among equals first; -1 as ``argmax``.
@@ -91,19 +91,18 @@ class TokenStatistics:
 pytree.register_dataclass(TokenStatistics)
 
 NAMES = tuple(f.name for f in fields(TokenStatistics))
-_COLUMNS = tuple(f.metadata.get("column") for f in fields(TokenStatistics))
+_ASKED_BY = {f.name: f.metadata.get("of", "") for f in fields(TokenStatistics)}
 DIFFERENTIABLE = NAMES[: NAMES.index("max_logit")]
-# Fields that are None unless an argument of ``token_loss`` asks for them; "" where it has none.
-_ARGUMENTS = {name: name for name in ("mean_logit", "entropy", "sum_p_squared", "argmax")}
-_ARGUMENTS |= {"mean_log_prob": "mean_logit", "expected_logit": "entropy"}
-_ARGUMENTS |= dict.fromkeys(("selected_log_prob", "top_logits", "top_ids"), "")
 
 
 def present(options: Options, tensors: Tensors) -> list[str]:
-    """The fields of :class:`TokenStatistics` that are not None."""
-    columns = {*options.columns.requested, None} | ({"target"} if tensors.target is not None else set())
+    """The results of a call that are not None: "loss", or fields of :class:`TokenStatistics`."""
+    if options.kind == "loss":
+        return ["loss"]
+    asked = {name: getattr(options, name) for name in _ASKED_BY.values() if name in Options._fields}
+    asked |= {"target": tensors.target is not None, "": True}
     filled = [name for feature in features_of(options, tensors) for name in feature.shapes(options, tensors, 0)]
-    return [name for name, column in zip(NAMES, _COLUMNS) if column in columns or name in filled]
+    return [name for name, of in _ASKED_BY.items() if asked.get(of) or name in filled]
 
 
 def loss_of(call: Call, merged: Merged, found: Any) -> tuple[Tensor, Coefficients]:
@@ -179,9 +178,9 @@ class _Asked(TokenStatistics):
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if value is None and name in _ARGUMENTS:
-            argument = _ARGUMENTS[name]
-            needed = f"is computed with {argument}=True" if argument else "token_loss does not compute"
+        if value is None and name in _ASKED_BY:
+            never = _ASKED_BY[name] == "feature"
+            needed = "token_loss does not compute" if never else f"is computed with {_ASKED_BY[name]}=True"
             raise ValueError(f"loss reads {name}, which {needed}")
         return value
 

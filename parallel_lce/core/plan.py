@@ -287,15 +287,6 @@ class Plan:
         return replace(self, saved=min(shard_rows, max(0, room) // entry))
 
 
-def _save(p: Problem) -> Plan | None:
-    """Save every exponential; and the gathered hidden states, if they fit beside them."""
-    left = p.budget - p.tokens * p.row_bytes
-    if not p.savable or left < 0:
-        return None
-    hidden_bytes = p.gathered_bytes if p.gathered_bytes <= left else 0
-    return p.plan(first_rows=p.part_rows, saved=p.shard_rows, hidden_bytes=hidden_bytes)
-
-
 def _accumulate(p: Problem) -> Plan | None:
     """Form gradients in forward, in blocks of the budget. Possible if that needs no more memory than saving
     everything."""
@@ -313,64 +304,61 @@ def _accumulate(p: Problem) -> Plan | None:
     return p.plan(saved=p.shard_rows, block_rows=block_rows, accumulate=True, **memory)
 
 
-def _recompute_by_rows(p: Problem, long: bool = False) -> Plan | None:
-    """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW.
-
-    ``long``: save nothing. Blocks have so many tokens that only :data:`LONG_SLICE` entries of them fit the working
-    memory, slice by slice: where both few tokens and few entries would be added to sums too often."""
-    first_rows, slices = 0 if long else min(p.part_rows, p.rows_in(p.room)), 1
+def _by_rows(p: Problem) -> Plan:
+    """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW."""
+    first_rows = min(p.part_rows, p.rows_in(p.room))
     block_rows = max(1, first_rows, p.rows_in(SMALLEST_BLOCK))
-    if long:
-        block_rows = max(1, SMALLEST_BLOCK // (LONG_SLICE * p.itemsize * p.sp_size))
-        slices = -(-p.shard_rows // LONG_SLICE)
-        if p.part_rows <= block_rows:
-            return None
-    planned = p.plan(first_rows, p.shard_rows if first_rows else 0, block_rows, slices=slices)
-    sums = p.dw_sum if len(planned.blocks) > 1 and not p.dw_is_sum else 0
-    if slices > 1 and not p.dx_is_sum:
-        sums += min(p.tokens, p.sp_size * block_rows) * p.hidden_size * 4
-    return replace(planned, accumulator=sums)
+    planned = p.plan(first_rows, p.shard_rows if first_rows else 0, block_rows)
+    return replace(planned, accumulator=p.dw_sum if len(planned.blocks) > 1 and not p.dw_is_sum else 0)
 
 
-def _recompute_by_vocabulary(p: Problem) -> Plan:
-    """Save some vocabulary rows for all tokens. The others are recomputed slice by slice, and add to an fp32 dX."""
-    saved = p.room // p.entry_bytes
-    pieces, slices = _cut_by_vocabulary(p, max(saved * p.entry_bytes, SMALLEST_BLOCK), whole=saved > 0)
-    return p.plan(first_rows=p.part_rows, saved=saved, pieces=pieces, slices=slices, accumulator=p.dx_sum)
-
-
-def _cut_by_vocabulary(p: Problem, scratch: int, whole: bool = False) -> tuple[int, int]:
-    """Pieces of the rows, and slices of the vocabulary, that are formed in ``scratch`` bytes one after another.
-    ``whole``: the rows stay together."""
-    entries, pieces = scratch // p.entry_bytes, 1
-    if entries < LONG_SLICE and not whole:
-        entries, pieces = LONG_SLICE, -(-p.entry_bytes * LONG_SLICE // scratch)
-    return pieces, -(-p.shard_rows // entries)
-
-
-def _code(p: Problem) -> Plan | None:
-    """Save the exponentials of as many vocabulary rows as fit, in codes of one byte. Slices of all rows are decoded, or
-    recomputed, into scratch memory, and add to an fp32 dX."""
-    left = p.budget - p.tokens * p.shard_rows
-    scratch = max(SMALLEST_BLOCK, min(LONG_SLICE * p.entry_bytes, max(left, p.budget // 8)))
-    saved = min(p.shard_rows, (p.budget - scratch) // max(1, p.tokens))
-    if not p.codable or saved <= 0:
+def _by_long_slices(p: Problem) -> Plan | None:
+    """Save nothing. Blocks have so many tokens that only :data:`LONG_SLICE` entries of them fit the working memory,
+    slice by slice: where both few tokens and few entries would be added to sums too often."""
+    block_rows = max(1, SMALLEST_BLOCK // (LONG_SLICE * p.itemsize * p.sp_size))
+    if p.part_rows <= block_rows:
         return None
-    pieces, slices = _cut_by_vocabulary(p, scratch)
-    parts = dict(pieces=pieces, slices=slices, accumulator=p.dx_sum)
-    return p.plan(first_rows=p.part_rows, saved=saved, scratch_bytes=scratch, codes=True, **parts)
+    slices, sums = -(-p.shard_rows // LONG_SLICE), 0 if p.dw_is_sum else p.dw_sum
+    if slices > 1 and not p.dx_is_sum:
+        sums += p.sp_size * block_rows * p.hidden_size * 4
+    return p.plan(block_rows=block_rows, slices=slices, accumulator=sums)
+
+
+def _by_vocabulary(p: Problem, codes: bool = False) -> Plan:
+    """Save as many vocabulary rows as fit, for all tokens, as exponentials or in ``codes`` of one byte. Slices of all
+    rows are recomputed, or decoded, and add to an fp32 dX. Exponentials are recomputed in the memory of the saved ones,
+    if there are any, and all rows then stay together."""
+    scratch, room, saved_bytes = p.scratch, p.room, p.entry_bytes
+    if codes:
+        left = p.budget - p.tokens * p.shard_rows
+        scratch = max(SMALLEST_BLOCK, min(LONG_SLICE * p.entry_bytes, max(left, p.budget // 8)))
+        room, saved_bytes = max(0, p.budget - scratch), max(1, p.tokens)
+    saved = min(p.shard_rows, room // saved_bytes)
+    working = scratch if codes else max(saved * saved_bytes, SMALLEST_BLOCK)
+    entries, pieces = working // p.entry_bytes, 1
+    if entries < LONG_SLICE and (codes or not saved):
+        entries, pieces = LONG_SLICE, -(-p.entry_bytes * LONG_SLICE // working)
+    parts = dict(pieces=pieces, slices=-(-p.shard_rows // entries), accumulator=p.dx_sum)
+    return p.plan(first_rows=p.part_rows, saved=saved, scratch_bytes=scratch, codes=codes, **parts)
 
 
 def plan(p: Problem) -> Plan:
     """The plan of the fastest possible candidate. Of those that take nearly as long (:data:`NEARLY`), the one with the
-    smallest fp32 accumulator, then the first in the list. Without gradients nothing is kept."""
+    smallest fp32 accumulator, then the first in the list. Without gradients nothing is kept. If the budget holds every
+    exponential, all are saved; and the gathered hidden states, if they fit beside them."""
     if not any(p.needs):
         return p.plan(block_rows=0)
-    recomputed = [_recompute_by_vocabulary(p), _recompute_by_rows(p)]
+    left = p.budget - p.tokens * p.row_bytes
+    if p.savable and left >= 0:
+        hidden_bytes = p.gathered_bytes if p.gathered_bytes <= left else 0
+        return p.plan(first_rows=p.part_rows, saved=p.shard_rows, hidden_bytes=hidden_bytes)
+    recomputed = [_by_vocabulary(p), _by_rows(p)]
     if p.ranks > 1:  # dX of one block of rows is reduced while the next is computed
         recomputed.reverse()
-    candidates = _save(p), _accumulate(p), *recomputed, _recompute_by_rows(p, long=True), _code(p)
-    possible = [c for c in candidates if c is not None]
+    candidates = [_accumulate(p), *recomputed, _by_long_slices(p)]
+    if p.codable:
+        candidates.append(_by_vocabulary(p, codes=True))
+    possible = [c for c in candidates if c is not None and (c.saved or not c.codes)]
     fastest = min([c.time for c in possible])
     return min([c for c in possible if c.time <= NEARLY * fastest], key=lambda c: c.accumulator)
 

@@ -105,24 +105,16 @@ def merge_ranks(
 
 
 def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
-    partial, saved = _block_forward(task)
-    found = None if task.wanted is None else results_of(partial, task.projection.real_rows, task.wanted)
-    return partial, saved, found
-
-
-def _block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     projection, columns, target, selection = task.projection, task.columns, task.target, task.selection
-    rows, dtype, save = task.x.shape[0], projection.dtype, min(task.save, projection.real_rows)
+    rows, real, dtype = task.x.shape[0], projection.real_rows, projection.dtype
     partial = empty_partial(columns, rows, dtype, task.x.device, task.out)
-    if rows == 0 or projection.real_rows == 0:
-        return partial, ()
-    x, tiles, memory = operand(task.x), row_tiles(rows), Scratch(0, task.x.device)
-    softcap = projection.logit_map.softcap
-    width = window_size(projection, tiles[0].stop, columns.weighted or columns.squared)
+    tiles, save = row_tiles(rows) if real else [], min(task.save, real)
+    x, memory, softcap = operand(task.x), Scratch(0, task.x.device), projection.logit_map.softcap
+    width = window_size(projection, tiles[0].stop if tiles else 0, columns.weighted or columns.squared)
     saved_windows = even_slices(0, save, width)
-    windows = saved_windows + even_slices(save, projection.real_rows, width)
+    windows = saved_windows + even_slices(save, real, width)
     saved: Saved | None = None
-    if save:
+    if save and tiles:
         buffer = allocate_saved(projection, rows, save) if task.buffer is None else task.buffer
         saved = Saved(buffer[: save * rows], partial.new_empty(len(saved_windows), rows))
     for tile in tiles:
@@ -155,7 +147,8 @@ def _block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         if of_windows is not None:
             counts = torch.stack([merged.new_full((), w.stop - w.start) for w in windows])
             merged.copy_(merge(of_windows, counts, columns))
-    return partial, () if saved is None else saved
+    found = None if task.wanted is None else results_of(partial, real, task.wanted)
+    return partial, () if saved is None else saved, found
 
 
 class LogitsGradient:

@@ -119,13 +119,12 @@ def loss_of(call: Call, merged: Merged, found: Any) -> tuple[Tensor, Coefficient
     return mean, coefficients._replace(divisor=divisor)
 
 
-def of_statistics(call: Call, partial: Tensor, vocab_size: Tensor, upstream: tuple[Tensor | None, ...]) -> Coefficients:
-    """Coefficients of the gradient of the logits. ``upstream``: the gradients of the differentiable statistics, in the
-    order of ``DIFFERENTIABLE``."""
-    given, backend, columns = dict(zip(DIFFERENTIABLE, upstream)), call.backend, call.columns
-    result = backend.statistics_gradient(given, partial, vocab_size, call.target, columns, call.options)
+def of_statistics(call: Call, partial: Tensor, vocab_size: Tensor, upstream: dict[str, Tensor | None]) -> Coefficients:
+    """Coefficients of the gradient of the logits. ``upstream``: the gradients of the differentiable statistics."""
+    backend, columns = call.backend, call.columns
+    result = backend.statistics_gradient(upstream, partial, vocab_size, call.target, columns, call.options)
     for feature in call.features:
-        result = feature.coefficients(call, Merged(partial, vocab_size), given, result)
+        result = feature.coefficients(call, Merged(partial, vocab_size), upstream, result)
     return result
 
 
@@ -154,11 +153,10 @@ def of_tokens(call: Call, merged: Merged, found: Any, block: Block) -> tuple[Ten
     return losses, coefficients.each(lambda c: c.masked_fill(ignored, 0.0))
 
 
-def _of_function(call: Call, run: Callable[..., Any], found: dict[str, Any]) -> tuple[Tensor, dict, tuple]:
-    """The losses and metrics of a caller's function, and the derivatives of the losses by the statistics, in the order
-    of ``DIFFERENTIABLE``."""
+def _of_function(call: Call, run: Callable[..., Any], found: dict[str, Any]) -> tuple[Tensor, dict, dict]:
+    """The losses and metrics of a caller's function, and the derivatives of the losses by the statistics."""
     given: dict[str, Any] = {name: found.get(name) for name in NAMES}
-    upstream = dict.fromkeys(DIFFERENTIABLE)
+    upstream: dict[str, Tensor | None] = dict.fromkeys(DIFFERENTIABLE)
     leaves = dict[str, Tensor]()
     with torch.set_grad_enabled(any(call.needs)), saving_without_hooks():
         if torch.is_grad_enabled():
@@ -170,7 +168,7 @@ def _of_function(call: Call, run: Callable[..., Any], found: dict[str, Any]) -> 
         losses = losses.detach()
         if debug.enabled():
             _check_elementwise(call, run, given, losses)
-    return losses, metrics, tuple(upstream.values())
+    return losses, metrics, upstream
 
 
 class _Asked(TokenStatistics):

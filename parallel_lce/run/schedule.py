@@ -282,7 +282,7 @@ class Fused(torch.autograd.Function):
             coefficients = Coefficients(*values)._replace(factor=upstream[0])
         else:
             (vocab_size,) = kept
-            coefficients = results.of_statistics(call, partial, vocab_size, upstream)
+            coefficients = results.of_statistics(call, partial, vocab_size, dict(zip(DIFFERENTIABLE, upstream)))
         layout, blocks = call.layout, call.plan.blocks
         # Autograd, which saved these tensors, must not see that they are overwritten.
         of_block = [t if t is None else t.data.contiguous() for t in others]

@@ -116,7 +116,7 @@ def agree(
         _check_near(near[0], [message["near"] for message in messages])
     if shard is None:
         return []
-    shards = [(start, rows, values) for start, rows, values in (message["shard"] for message in messages)]
+    shards = [message["shard"] for message in messages]
     _check_unlike(shards)
     return shards
 

@@ -42,6 +42,8 @@ _PLAIN = {
     *"is_inference is_mps is_xpu is_mtia is_mkldnn is_sparse_csr".split(),
 }
 """Attributes and methods that need no real logits."""
+_LAYOUT = {"stride", "is_contiguous", "storage_offset"}
+"""Of these, what views of real logits that exist answer themselves."""
 _HOOKS = {"register_hook", "retain_grad"}
 _MEMORY = {*"data __set__ numpy __array__ __dlpack__ data_ptr storage untyped_storage".split()}
 """What a program can write by without a version; "__set__" is that of ``data``, too."""
@@ -421,7 +423,8 @@ class DeferredLogits(Tensor):
         is_deferred = type(first) is cls
         if is_deferred and name in _HOOKS:
             return first._hooked(function, name, *args[1:])
-        if is_deferred and name in _PLAIN and first.state.real is None:
+        has_layout = is_deferred and name in _LAYOUT and first._is_touched()
+        if is_deferred and name in _PLAIN and first.state.real is None and not has_layout:
             with DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         # Also beside real logits, so that a look of one rank alone leaves the loss what it is on the others.
@@ -495,7 +498,8 @@ class DeferredLogits(Tensor):
         elif name in _VIEWS:
             if (view := _view(function, sizes, arguments, options)) is None:
                 return None
-            sizes = view.shape
+            # Deferred logits say that they are contiguous, which a view of real ones may not be.
+            sizes, function = view.shape, Tensor.reshape if name == "view" else function
             rows = None if rows is None or source.whole is not None or source.is_freed() else _same_rows(rows, view)
         elif name not in _UNARY or options.keys() - {"memory_format"}:
             return None

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import parallel_lce
+from parallel_lce.call.checks import public
 from parallel_lce.core.private import FSDP_MODULES, comes_from, hooks, parameters_of
 from parallel_lce.neighbours import TORCHTITAN_DISTRIBUTED
 from parallel_lce.patching import is_own, warn, why_no_product
@@ -95,16 +96,22 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
     def _arguments(self, lm_head: Any, pred: Tensor, labels: Tensor) -> dict[str, Any]:
         arguments = dict(linear_bias=lm_head.bias, reduction="sum", reduce_hidden_grad=False, ignore_index=IGNORE_INDEX)
         arguments |= {name: getattr(self.config, name) for name in ("logits_budget", "gradient_filter")}
-        if not isinstance(pred, DTensor) and (P := spmd_mesh_size("tp")) > 1:
-            V, group = lm_head.out_features, current_spmd_mesh().get_group("tp")
-            rank = dist.get_rank(group)
-            start, stop = (min(V, -(-V // P) * at) for at in (rank, rank + 1))  # the last shards may be smaller
-            if len(lm_head.weight) != stop - start:
-                raise ValueError(f"{_OURS}: lm_head.weight must have {stop - start} rows, got {len(lm_head.weight)}")
-            arguments |= {"process_group": group, "vocab_start": start}
+        if not isinstance(pred, DTensor) and spmd_mesh_size("tp") > 1:
+            group = current_spmd_mesh().get_group("tp")
+            arguments |= {"process_group": group, "vocab_start": _vocab_start(lm_head, group)}
         if self.config.skip_masked:
             arguments["counted_tokens"] = parallel_lce.count_tokens(_local(labels), IGNORE_INDEX)
         return arguments
+
+
+@public
+def _vocab_start(lm_head: Any, group: dist.ProcessGroup) -> int:
+    """The first vocabulary entry of this rank's shard. Raises ``ValueError`` if the weight is no such shard."""
+    V, P, rank = lm_head.out_features, dist.get_world_size(group), dist.get_rank(group)
+    start, stop = (min(V, -(-V // P) * at) for at in (rank, rank + 1))  # the last shards may be smaller
+    if len(lm_head.weight) != stop - start:
+        raise ValueError(f"{_OURS}: lm_head.weight must have {stop - start} rows, got {len(lm_head.weight)}")
+    return start
 
 
 class _Head(nn.Module):

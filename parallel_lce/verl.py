@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce import neighbours, rl
+from parallel_lce.call.checks import public
 from parallel_lce.core.options import check_flag
 from parallel_lce.core.private import keep_with, take_from
 from parallel_lce.patching import Replacements, warn
@@ -24,6 +25,7 @@ _settings = {"skip_masked": False}
 _replacements = Replacements()
 
 
+@public
 def _linear_cross_entropy(
     hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None, **named
 ) -> tuple[Tensor, ...]:

@@ -46,7 +46,6 @@ def allowed_errors(z, target):
 
 @pytest.mark.parametrize(("ranks", "saved"), [(1, V), (2, 640)])
 def test_losses_and_gradients_are_within_the_steps_of_codes(ranks, saved, worlds, device, kernels):
-    """Of all codes, or of most."""
     with chosen_backend("triton"):
         everywhere(worlds, device, ranks, _loss, R * saved // ranks + BLOCK)
 
@@ -91,7 +90,6 @@ def test_a_target_without_a_gradient_has_its_entry_formed(targets, device, kerne
 
 
 def gradient_of_weight(x, weight, target, upstream):
-    """And the exact one."""
     leaves = weight.requires_grad_(), weight.detach().double().requires_grad_()
     with chosen_backend("triton"), shrunk(BLOCK):
         given = dict(reduction="none", logits_budget=len(x) * len(weight) + BLOCK)

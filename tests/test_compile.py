@@ -262,7 +262,6 @@ def test_options_and_sizes_may_change_from_call_to_call(dynamic, device):
 
 
 def test_a_call_without_any_count_is_compiled(device):
-    """None of its options is one."""
     t = operands(24, device)
     call = lambda x, w, y: parallel_lce.rl.linear_cross_entropy(x, w, y.clamp(min=0))[0]  # noqa: E731
     assert_as_eager(compiled(call)[0], call, t, device)

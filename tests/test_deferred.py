@@ -89,6 +89,13 @@ def _looked_at(z):
     return z
 
 
+def _flat(z, hooked: bool = False):
+    moved = z.transpose(0, 1)
+    if hooked:
+        z.retain_grad()
+    return (moved.view(-1, V) if moved.is_contiguous() else moved.reshape(-1, V)) + 0
+
+
 def _view_of_changed(z):
     view = z.view(-1, V)
     z.mul_(2)
@@ -119,6 +126,8 @@ USES = {
     "a view": (lambda z: z.view(-1, V), True),
     "transposed": (lambda z: z.transpose(0, 1).contiguous().transpose(0, 1), True),
     "reshaped": (lambda z: z.transpose(0, 1).reshape(-1, V), True),
+    "flat": (_flat, False),
+    "flat, hooked between": (lambda z: _flat(z, True), False),
     "copied by indices": (lambda z: z[[1, 0]], False),
     "indexed": (lambda z: z[:, :, None][..., 0, :], True),
     "a use beside it, then a step": (lambda z: _looked_at(z) * 2, True),

@@ -68,7 +68,6 @@ def log_probs_of(leaves, logit_scale=1.0, logit_softcap=math.inf, temperature=1.
 
 
 def of_classes(log_p, log_q, beta):
-    """The divergence of each row of log-probabilities."""
     p, q = log_p.exp(), log_q.exp()
     if beta in (0, 1):
         return (q * (log_q - log_p)).sum(-1) if beta == 0 else (p * (log_p - log_q)).sum(-1)
@@ -115,7 +114,6 @@ def test_stored_log_probs_suffice(member, dtype, split, tail, beta, reduction, i
     counted &= ignored == "some"
 
     def dense(dtype: torch.dtype) -> list[torch.Tensor]:
-        """The loss and its gradients, computed in ``dtype``."""
         leaves = [v.detach().to(dtype).requires_grad_() for v in whole]
         found = of_classes(*classes(log_probs_of(leaves, **scaled), *stored.values(), tail), beta) * counted
         if reduction != "none":

@@ -282,7 +282,6 @@ def test_a_style_refuses(member):
 @pytest.mark.parametrize(("sequence_parallel", "reshard"), [(False, True), (True, False)])
 @on_ranks(4)
 def test_fsdp2_over_tensor_parallelism_accumulates_gradients(member, sequence_parallel, reshard):
-    """Two steps, the first without a reduction."""
     mesh = mesh_of(member.device.type, (2, 2), ("dp", "tp"))
     t, half = problem(device=member.device), mesh["dp"].get_local_rank()
     # Of each step and replica.

@@ -25,7 +25,6 @@ CASES = {
 
 
 def _run(names: tuple[str, ...], ranks: int, device: str) -> None:
-    """Of one process none that torchrun has started."""
     if ranks == 1:
         del os.environ["RANK"]
     if device == "cpu":

@@ -98,7 +98,6 @@ def test_configurations_over_ranks_hold(wanted, ranks, number, fewer, worlds, of
 )
 @pytest.mark.thinned("kind", "wanted", "ranks")
 def test_configurations_of_kernels_hold(wanted, kind, ranks, number, fewer, kernels, worlds, device, of):
-    """More of what few draws have."""
     settings = program.Settings(seed=13, backend="triton", device=device)
     run = lambda c: everywhere(worlds, device, ranks, execute, c, "triton")  # noqa: E731
     _hold(of, number, fewer, lambda c: c.kind == kind and WANTED[wanted](c), run, ranks, settings)

@@ -30,7 +30,6 @@ def _chosen(kernels):
 
 @pytest.fixture
 def slices(monkeypatch):
-    """A recomputed gradient has several slices."""
     monkeypatch.setattr(form, "SLICE_BYTES", 0)
     with shrunk(40_000):
         yield
@@ -51,7 +50,6 @@ def problem(dtype="bf16", device="cpu", N=150, V=400, slope=2.5, noise=0.4, D=16
 
 
 def gradients(x, weight, target, upstream=1.0, **options) -> tuple[Tensor, ...]:
-    """dX and dW, and dbias if the bias needs one."""
     loss = linear_cross_entropy(x, weight, target, **options)
     bias = options.get("linear_bias")
     leaves = [x, weight] if bias is None or not bias.requires_grad else [x, weight, bias]

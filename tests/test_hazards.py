@@ -68,7 +68,6 @@ def test_a_label_beside_another_large_gradient_keeps_its_digits(kind, name, budg
 @pytest.mark.parametrize("by", ["upstream", "weight"])
 @pytest.mark.thinned
 def test_a_nan_of_an_ignored_token_reaches_no_gradient(by, options, dtype, device, budget):
-    """As of a mean over a sequence without tokens."""
     found = []
     for number in (1.0, torch.nan, torch.inf):
         t = small(device, dtype=dtype, bias=True)

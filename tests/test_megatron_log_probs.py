@@ -1,5 +1,6 @@
 """token_log_probs equals the log-softmax of a stock Megatron-core model's logits: values and all gradients."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,7 +15,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron_models import VOCAB, Batch, Model, batch, build, of_other_releases, path_of
 from megatron_training import in_ddp, side_by_side, switched, tolerance_of
 from parallel_lce.deferred import Source
-from parallel_lce.megatron import TokenLogProbs, fuse, loss, patch, token_log_probs, token_loss
+from parallel_lce.megatron import TokenLogProbs, fuse, heads, loss, patch, token_log_probs, token_loss
 from test_megatron_habits import CHANGES
 from tools import arguments_to, debug_mode, on_ranks
 from world import Member
@@ -41,7 +42,6 @@ def scored(ours: bool, model: torch.nn.Module, data: Batch, temperature: float |
 
 
 def policy_loss(statistics, old, advantage):
-    """Of each token, and metrics."""
     ratio = (statistics.target_log_prob - old).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     return -gain - 0.1 * statistics.entropy, {"ratio": ratio, "clipped": (ratio - 1).abs() > 0.2}
@@ -142,7 +142,18 @@ def test_a_model_that_runs_within_a_scored_one_has_losses_and_logits(member):
     assert expected.device == data.tokens.device  # of which Megatron's schedules ask
     torch.testing.assert_close(found, [call() for call in calls])
     fuse(student, logits_budget=1 << 20)  # without skip_masked, which is the teacher's
-    assert (student(*given, labels=data.labels) > 0).all()
+    losses = student(*given, labels=data.labels)
+    assert (losses > 0).all()
+    # The same model, called in another thread and scored by a model around it.
+    around, pool = torch.nn.Module(), ThreadPoolExecutor(1)
+
+    def forward(*given, **named):
+        found[:] = token_log_probs(student, *given, data.labels), pool.submit(student, *given, **named).result()
+        return student(*given, **named)
+
+    around.module, around.forward = student, forward
+    scores = token_log_probs(around, *given, data.labels)
+    torch.testing.assert_close(found[:2], [scores, losses])
 
 
 @on_ranks(1)
@@ -197,11 +208,15 @@ WOULD_MAKE_LOGITS = {
 }
 
 
+def _made(*_):
+    raise AssertionError("the logits were made")
+
+
 @on_ranks(1)
 def test_what_would_make_logits_is_refused_and_none_are_made(member):
     for name, reason in WOULD_MAKE_LOGITS.items():
         model, (change, _) = build(member, Model(), {}).eval(), CHANGES[name]
         change(model)
-        with mock.patch.object(Source, "make", side_effect=AssertionError("the logits were made"), create=True):
+        with mock.patch.object(heads, "Source", lambda *a, **named: Source(*a[:4], _made, *a[5:], **named)):
             with pytest.raises((RuntimeError, ValueError), match="token_log_probs makes no logits: " + reason):
                 scored(True, model, batch(0, Model(), member.device))

@@ -57,8 +57,6 @@ def test_main_grad_gets_what_autograd_gives(member, how, budget, tied):
 
 @on_ranks(2)
 def test_real_logits_beside_the_loss_lose_no_gradient(member):
-    """With fused accumulation they alone mark the weight."""
-
     def gradient(model, data, ours):
         ddp, layer = in_ddp(model.config, model), model.output_layer
         hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=torch.Generator().manual_seed(1)).to(member.device)

@@ -20,11 +20,9 @@ def plan(*numbers, **others):
 
 
 def drawn(number: int) -> dict:
-    """A call, the same for each number."""
     random = Random(number)
 
     def upto(*ends: int) -> int:
-        """Below one of the ends."""
         return random.randrange(random.choice(ends))
 
     ranks, itemsize = random.randint(1, 8), random.choice([2, 4, 8])
@@ -50,7 +48,6 @@ def drawn(number: int) -> dict:
 
 
 def assert_tiled(call: dict, blocks) -> None:
-    """The blocks are the tokens of each part."""
     ends = [0, *(b.stop for b in blocks)]
     assert [b.start for b in blocks] == ends[:-1]
     assert ends[-1] == call["tokens"] // call["sp_size"]

@@ -75,7 +75,6 @@ def test_gradients_of_an_entry_that_most_tokens_select_do_not_drift(device):
 
 
 def test_only_selected_rows_are_read(backend, device):
-    """None of an empty selection."""
     t = small(device, N=6, V=90)
     ids = t.target[:, None].add(torch.arange(5, device=device)).remainder(90)
     for chosen in (ids, ids[:, :0]):

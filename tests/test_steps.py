@@ -192,8 +192,6 @@ def delays(seed: int, device: torch.device):
 
 @contextmanager
 def around(places, before, after):
-    """``before()`` and ``after(name, result)`` of each of these functions."""
-
     def within(name, original):
         def call(*arguments, **options):
             before()
@@ -210,7 +208,6 @@ def around(places, before, after):
 
 
 def steps_of(weight: torch.Tensor) -> list:
-    """The collectives, and the backend's functions of a block."""
     blocks = "block_forward", "block_backward", "merge_ranks"
     return [*COLLECTIVES, *((backend_of(weight), name) for name in blocks)]
 

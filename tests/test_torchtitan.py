@@ -24,7 +24,7 @@ from parallel_lce import neighbours
 from parallel_lce.backends import torch_backend
 from parallel_lce.patching import is_own
 from releases import ROOT, folder_of
-from tools import counted_forwards, on_ranks, started
+from tools import counted_forwards, debug_mode, on_ranks, started
 from torchtitan_standin import BaseLoss, ChunkedLossWrapper, installed
 from transformers_models import warned
 from world import mesh_of
@@ -40,7 +40,6 @@ KINDS = [("plain", 1), ("plain", 2), ("DTensor", 2), *(pytest.param(k, 2, marks=
 
 
 def release() -> Path:
-    """The folder to import the release from."""
     return folder_of("torchtitan", "0.3.0", others=OTHERS)
 
 
@@ -159,11 +158,14 @@ def test_loss_and_gradients_equal_those_of_whole_logits(member, kind, source):
 def test_a_wrong_head_or_loss_is_refused_on_every_rank(member):
     with installed(mesh_of("cpu", (2,), ("tp",))) as ours:
         config, (lm_head, x, labels) = ours.linear_cross_entropy(ChunkedLossWrapper.Config()), problem()
-        for head, match in ((None, "call set_lm_head"), (lm_head, f"must have {(6, 5)[member.rank]} rows, got 11")):
+        wrong = nn.Linear(D, V, bias=False)
+        wrong.weight = nn.Parameter(wrong.weight[:6])  # of V = 11: right on one rank
+        for head, match in ((None, "call set_lm_head"), (wrong, "must have 5 rows, got 6")):
             loss_fn = config.build()
             loss_fn.set_lm_head(head)
-            with pytest.raises(ValueError, match=match):
+            with debug_mode(), pytest.raises(ValueError, match=match):
                 loss_fn(x, labels)
+        loss_fn.set_lm_head(lm_head)
         sharded_over_tp(lm_head, member.rank, 2)
         with pytest.raises(ValueError, match="target"):  # a part of the sequence
             loss_fn(x[:, :2], labels)

@@ -56,7 +56,6 @@ SMALL = """train.sequence=16 train.micro_batch=2 train.learning_rate=0.01 train.
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory) -> Path:
-    """A folder with a text, and the user's own file, called like a module of Python's."""
     folder = tmp_path_factory.mktemp("training")
     (folder / "signal.py").write_text("raise SystemExit('Python has another one')")
     (folder / "text.txt").write_text(" ".join(f"{i} times {i % 7} is {i * (i % 7)}," for i in range(4000)))

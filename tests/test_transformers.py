@@ -73,7 +73,6 @@ def test_training_equals_that_of_the_models_own_loss(member, release, kind):
 
 
 def assert_metrics(found, expected, labels) -> None:
-    """Those that there are, of each next token."""
     target = F.pad(labels, (0, 1), value=-100)[:, 1:]
     counted, log_p = target >= 0, torch.log_softmax(expected.logits.detach().double(), -1)
     near(found["token_accuracy"], (log_p.argmax(-1) == target)[counted].float().mean())
@@ -107,8 +106,6 @@ def test_labels_that_do_not_count_are_not_projected(member, release, how, accura
 
 
 class _Around(torch.nn.Sequential):
-    """A module around an output layer."""
-
     weight = property(lambda self: self[0].weight)
 
     def forward(self, hidden):

@@ -25,7 +25,6 @@ BEFORE, AFTER = "makes its logits before its loss, since ", "makes its logits be
 
 
 def trained(model, given, use=lambda out: None) -> list:
-    """Loss, what ``use`` makes of the output, and the gradients."""
     model.zero_grad()
     out = model(**given)
     value, loss = use(out), out["loss"]
@@ -40,7 +39,6 @@ def after(change):
 
 
 def replaced_in_its_loss(model, given, patch):
-    """The function by which transformers' own loss computes the cross-entropy."""
     home = sys.modules[model.loss_function.__module__]
     own = home.fixed_cross_entropy
     patch(model)
@@ -49,7 +47,6 @@ def replaced_in_its_loss(model, given, patch):
 
 
 def around(model):
-    """A user's loss around the model's own."""
     own = model.loss_function
     model.loss_function = lambda logits, *rest, **named: own(logits, *rest, **named) + logits.float().mean()
 

@@ -52,7 +52,6 @@ def installed():
 
 @contextlib.contextmanager
 def patched(release: str):
-    """TRL's function before and after ``patch()``, called twice."""
     with installed() if release == "stand-in" else contextlib.nullcontext():
         utils = importlib.import_module("trl.trainer.utils")
         own = utils._ChunkedLogProbFunction
@@ -136,7 +135,6 @@ def test_a_function_that_somebody_else_has_put_there_stays(member, release):
 @RELEASE_ALONE
 @on_releases()
 def test_the_fused_head_of_a_model_gives_what_it_gives_without(member, release):
-    """TRL's trainers put it into their models."""
     utils, found = importlib.import_module("trl.trainer.utils"), []
     for ours in (False, True):
         model = model_of(release, "capped").train()

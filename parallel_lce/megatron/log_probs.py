@@ -17,7 +17,7 @@ from parallel_lce.call.checks import check_values, described, public
 from parallel_lce.core.options import NO_LABEL
 from parallel_lce.deferred import DeferredLogits
 from parallel_lce.megatron.loss import hand_over, model_group, run, statistics, swapped
-from parallel_lce.megatron.settings import MARK, Fusion
+from parallel_lce.megatron.settings import MARK, Fusion, running
 from parallel_lce.megatron.switch import fuse, language_model, why_not_fused
 from parallel_lce.run.entry import fused_token_loss
 
@@ -38,6 +38,7 @@ class TokenLogProbs(NamedTuple):
 class Scoring(NamedTuple):
     """A call of a model by ``function``, whose loss of ``labels`` is ``of(logits, labels)``, a tuple of tensors."""
 
+    fusion: Fusion | None
     function: str
     labels: Tensor | None
     of: Callable[[DeferredLogits, Tensor], tuple]
@@ -80,8 +81,8 @@ def token_log_probs(
         found = statistics(logits, labels, temperature, ignore_index=NO_LABEL, entropy=entropy)
         return tuple([swapped(value) for value in (found.target_log_prob, found.entropy) if value is not None])
 
-    scoring = Scoring("token_log_probs", labels, of)
-    scores = _scored(scoring, fusion, model, input_ids, position_ids, attention_mask, **forward_arguments)
+    scoring = Scoring(fusion, "token_log_probs", labels, of)
+    scores = _scored(scoring, model, input_ids, position_ids, attention_mask, **forward_arguments)
     return TokenLogProbs(*scores) if fusion else scores
 
 
@@ -118,22 +119,20 @@ def token_loss(
         names.extend(metrics)
         return total, *map(swapped, metrics.values())
 
-    scoring = Scoring("token_loss", labels, of)
-    scores = _scored(scoring, fusion, model, input_ids, position_ids, attention_mask, **forward_arguments)
+    scoring = Scoring(fusion, "token_loss", labels, of)
+    scores = _scored(scoring, model, input_ids, position_ids, attention_mask, **forward_arguments)
     return (scores[0], dict(zip(names, scores[1:]))) if fusion else scores
 
 
-def _scored(scoring: Scoring, fusion: Fusion | None, model: Any, /, *given: Any, **named: Any) -> Any:
+def _scored(scoring: Scoring, model: Any, /, *given: Any, **named: Any) -> Any:
     """The output of the model's call: ``of(logits, labels)``, a tuple, on the last pipeline stage."""
     hand_over(scoring.function)  # has another rank refused? Before the model's collectives
-    if fusion is None:
-        return model(*given, labels=scoring.labels, **named)
-    fusion.scoring = scoring
+    token = running.set(scoring)
     try:
         output = model(*given, labels=scoring.labels, **named)
     finally:
-        fusion.scoring = None
-    if not isinstance(output, tuple):
+        running.reset(token)
+    if scoring.fusion is not None and not isinstance(output, tuple):
         raise RuntimeError(
             f"{scoring.function}: {type(language_model(model)).__name__}'s forward must return "
             f"compute_language_model_loss of the labels that it is given, and returned {type(output).__name__}"

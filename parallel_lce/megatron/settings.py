@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,9 @@ CHOSEN = str(b"native", "ascii")
 the name, 0.20 raises for others, and programs write configurations to files, which a subclass of str would hinder.
 There ``cross_entropy_loss_fusion`` becomes 0, since Megatron's own loss of real logits is its unfused one. A program
 that wants an unfused model sets False in a copy."""
+
+running: ContextVar[Any] = ContextVar("running", default=None)
+"""The :class:`parallel_lce.megatron.log_probs.Scoring` of the running call of a model, for its head and its loss."""
 
 
 _OF_TRAINING = "z_loss", "label_smoothing"
@@ -95,12 +99,16 @@ class Fusion:
         self.said: list[str] = []
         # Whether the model's last call got labels, under patch() or fuse().
         self.wants_loss = True
-        # The parallel_lce.megatron.log_probs.Scoring of the running call.
-        self.scoring: Any = None
 
     @property
     def settings(self) -> Settings:
         return self.own or current
+
+    @property
+    def scoring(self) -> Any:
+        """The ``Scoring`` of the running call, if that is this model's."""
+        scoring = running.get()
+        return scoring if scoring is not None and scoring.fusion is self else None
 
     def answer(self) -> str:
         """Of a fused model, what ``explain`` says."""
@@ -118,9 +126,9 @@ class Fusion:
     def say(self, training: bool, reason: str) -> None:
         """Before real logits are made: a call that scores labels is refused; else training is warned of, once for a
         reason, on one of the ranks that have the output layer."""
-        if self.scoring is not None:
+        if (scoring := self.scoring) is not None:
             debug.state.awaited = True  # the other ranks' losses begin with an exchange
-            raise RuntimeError(f"{self.scoring.function} makes no logits: {reason}")
+            raise RuntimeError(f"{scoring.function} makes no logits: {reason}")
         words = f"training makes the whole logits, which need not exist: {reason}"
         if training and torch.is_grad_enabled() and words not in self.said:
             self.said.append(words)

@@ -181,7 +181,7 @@ def compacted(
         labelled = as_int64(tensors.target) != options.ignore_index
         counts = labelled if counts is None else labelled & counts
     assert counts is not None  # of either kind
-    debug.compare_later({"counted_tokens": count, "mask": counts})
+    debug.compare_later({"mask": counts} if count is None else {"counted_tokens": count, "mask": counts})
     # In debug mode the ranks compare their counts.
     if begun and count == tokens.numel() and not debug.enabled():
         return options, tensors, Compaction(counts, count, every=True)

@@ -300,8 +300,14 @@ def _accumulate(p: Problem) -> Plan | None:
     fits = alive * block_tokens * p.row_bytes + p.dw_sum <= whole + dw_new and p.dw_sum <= whole
     if not (p.accumulable and p.savable and fits):
         return None
-    memory = dict(block_bytes=block_bytes, scratch_bytes=SMALLEST_BLOCK, accumulator=p.dw_sum)
-    return p.plan(saved=p.shard_rows, block_rows=block_rows, accumulate=True, **memory)
+    return p.plan(
+        saved=p.shard_rows,
+        block_rows=block_rows,
+        block_bytes=block_bytes,
+        scratch_bytes=SMALLEST_BLOCK,
+        accumulate=True,
+        accumulator=p.dw_sum,
+    )
 
 
 def _by_rows(p: Problem) -> Plan:
@@ -338,8 +344,15 @@ def _by_vocabulary(p: Problem, codes: bool = False) -> Plan:
     entries, pieces = working // p.entry_bytes, 1
     if entries < LONG_SLICE and (codes or not saved):
         entries, pieces = LONG_SLICE, -(-p.entry_bytes * LONG_SLICE // working)
-    parts = dict(pieces=pieces, slices=-(-p.shard_rows // entries), accumulator=p.dx_sum)
-    return p.plan(first_rows=p.part_rows, saved=saved, scratch_bytes=scratch, codes=codes, **parts)
+    return p.plan(
+        first_rows=p.part_rows,
+        saved=saved,
+        scratch_bytes=scratch,
+        codes=codes,
+        pieces=pieces,
+        slices=-(-p.shard_rows // entries),
+        accumulator=p.dx_sum,
+    )
 
 
 def plan(p: Problem) -> Plan:

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call import debug
-from parallel_lce.call.call import Call, Needs, flattened
+from parallel_lce.call.call import Call, flattened
 from parallel_lce.call.checks import public
 from parallel_lce.call.prepare import prepare
 from parallel_lce.core.collectives import PartialsGather, checksum_of, gather_hidden
 from parallel_lce.core.memory import in_memory
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import TARGET, Columns
-from parallel_lce.core.plan import Block
+from parallel_lce.core.plan import Block, Needs
 from parallel_lce.core.private import outside_graphs
 from parallel_lce.core.selection import Selection
 from parallel_lce.dtensor import adapted

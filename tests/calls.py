@@ -38,6 +38,7 @@ def calls(member: Member) -> dict[str, tuple[Callable, dict]]:
     return {
         "loss": (parallel_lce.linear_cross_entropy, layer | where | dict(target=y)),
         "statistics": (parallel_lce.token_statistics, layer | where | dict(target=y)),
+        "token loss": (parallel_lce.token_loss, layer | where | dict(target=y, loss=lambda found: -found.lse)),
         "selected": (parallel_lce.selected_log_probs, layer | where | dict(selected=k)),
         "module": (parallel_lce.LinearCrossEntropy(**where), layer | dict(target=y)),
         "divergence": (divergence, student | where | dict(teacher_hidden=2 * x, teacher_weight=w)),

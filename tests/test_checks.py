@@ -162,6 +162,7 @@ OF_NEMO = [
 TABLES = {
     "loss": OPTIONS + TENSORS + COUNTED,
     "statistics": OF_STATISTICS + SELECTED,
+    "token loss": [("reduction", "must be 'sum' or 'mean'", "none"), ("target", "must have shape", IDS[1:])],
     "selected": SELECTED + [("logit_softcap", "must be", 0), ("selected", "must .* got NoneType", None)],
     "module": [("target", "must be a tensor", None), ("token_weight", "must have shape", ZEROS[1:])],
     "divergence": OF_DIVERGENCE,

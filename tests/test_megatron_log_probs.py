@@ -1,5 +1,6 @@
 """token_log_probs equals the log-softmax of a stock Megatron-core model's logits: values and all gradients."""
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
@@ -172,10 +173,11 @@ def test_what_one_rank_refuses_every_rank_raises(member):
     too_few = data.labels[:, :3]
     refusals = (None, "an integer dtype, got NoneType$"), (too_few, r"shape \[16, 2\] .*, got \[3, 2\]")
     with debug_mode():
-        for labels, message in refusals:
+        for (labels, message), loss in itertools.product(refusals, ([], [lambda found: -found.lse])):
             said = message if member.rank else rf"^rank\(s\) \[1\] of process_group refused .*{message}"
+            function, labels = token_loss if loss else token_log_probs, labels if member.rank else data.labels
             with pytest.raises(ValueError, match=said):
-                token_log_probs(model, data.tokens, data.positions, data.mask, labels if member.rank else data.labels)
+                function(model, data.tokens, data.positions, data.mask, labels, *loss)
 
 
 @on_ranks(1)

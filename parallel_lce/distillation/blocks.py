@@ -27,12 +27,12 @@ from parallel_lce.backends.formulas import fp16_scale_near
 from parallel_lce.backends.gemm import accumulate, put
 from parallel_lce.backends.interface import aligned_logits, block_logits
 from parallel_lce.call import debug
-from parallel_lce.call.call import Call, Gradients, Needs, flattened
+from parallel_lce.call.call import Call, Gradients, flattened
 from parallel_lce.core.collectives import PartialsGather, all_gather, digest_of, hidden_of_blocks
 from parallel_lce.core.logit_map import Projection
 from parallel_lce.core.memory import in_memory
 from parallel_lce.core.partials import MAX, SUM_EXP, Columns
-from parallel_lce.core.plan import Block, blocks_within
+from parallel_lce.core.plan import Block, Needs, blocks_within
 from parallel_lce.distillation.torch_part import DIVERGENCE, ROWS
 from parallel_lce.run.schedule import GradientSums, function_backward, function_forward
 

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.call.call import Needs, Shapes, features_of
+from parallel_lce.call.call import Shapes, features_of
 from parallel_lce.call.checks import public
 from parallel_lce.call.prepare import needs_of, prepare
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import COUNT_OPTIONS, FLOAT_OPTIONS, Options, Tensors
 from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.core.plan import Needs
 from parallel_lce.core.private import constant_in_graphs, group_of_name, keep_with, take_from
 from parallel_lce.run.results import DIFFERENTIABLE, NAMES, present
 from parallel_lce.run.schedule import FIRST_ORDER, function_of

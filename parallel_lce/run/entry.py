@@ -1,5 +1,5 @@
-"""The fused loss and the fused statistics, for public functions (:func:`parallel_lce.call.checks.public`) and the
-benchmark."""
+"""The fused loss and the fused statistics, for public functions (:func:`parallel_lce.call.checks.public`), for the door
+into TRL, which has no group, and for the benchmark."""
 
 from __future__ import annotations
 

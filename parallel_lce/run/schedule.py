@@ -23,7 +23,7 @@ from torch import Tensor
 from parallel_lce.backends.formulas import sum_of_weights
 from parallel_lce.backends.interface import BackwardTask, ForwardTask, HiddenGrad, Scratch
 from parallel_lce.call import debug
-from parallel_lce.call.call import Call, Gradients, Needs, flattened
+from parallel_lce.call.call import Call, Gradients, flattened
 from parallel_lce.core import plan
 from parallel_lce.core.collectives import (
     HiddenReduction,
@@ -36,7 +36,7 @@ from parallel_lce.core.collectives import (
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.partials import Coefficients
-from parallel_lce.core.plan import Block
+from parallel_lce.core.plan import Block, Needs
 from parallel_lce.core.private import outside_graphs, outside_selective_checkpoints
 from parallel_lce.run import results
 from parallel_lce.run.results import DIFFERENTIABLE, NAMES

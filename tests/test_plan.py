@@ -75,9 +75,8 @@ def assert_within_budget(call: dict) -> None:
     assert not found.hidden_bytes
     if found.accumulate:
         assert savable and call["accumulable"] and saved == whole
-        # The next block is projected while the last one waits for the other ranks' partials. Neither they, nor an fp32
-        # dW, take more than saving everything and dW would.
-        alive = (2 if call["ranks"] > 1 else 1) * max(sizes) * row
+        # Neither a block, nor an fp32 dW, takes more than saving everything and dW would.
+        alive = max(sizes) * row
         dw = call["shard_rows"] * call["hidden_size"] * needs.weight
         assert alive + dw * max(4, call["itemsize"]) <= whole + dw * call["itemsize"] * (not main_grad)
         assert max(sizes) == 1 or alive <= max(call["budget"], SMALLEST_BLOCK)

@@ -84,11 +84,9 @@ class Step:
         self.reduction = strategy.options.get("reduction", "mean")
         N, V, _ = size
         row_bytes = -(-(call.vocab_size or V) // member.ranks) * DTYPES[call.dtype].itemsize
-        # Accumulating, two blocks are alive.
-        alive = 1 if self.reduction == "none" else 2
         parts = member.ranks if call.sequence_parallel else 1
         blocks = strategy.parts or strategy.blocks
-        self._block_bytes = alive * -(-N // (blocks * parts)) * parts * row_bytes
+        self._block_bytes = -(-N // (blocks * parts)) * parts * row_bytes
         given, share = call.shards is not None and member.ranks > 1, strategy.share
         self._options = ({} if strategy.of_statistics else strategy.options) | dict(
             process_group=member.group,

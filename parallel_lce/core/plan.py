@@ -290,14 +290,11 @@ class Plan:
 def _accumulate(p: Problem) -> Plan | None:
     """Form gradients in forward, in blocks of the budget. Possible if that needs no more memory than saving
     everything."""
-    whole = p.tokens * p.row_bytes
-    # On several ranks the next block is projected while the partials of a block are gathered.
-    alive = 2 if p.ranks > 1 else 1
-    block_bytes = max(p.budget, SMALLEST_BLOCK) // alive
+    whole, block_bytes = p.tokens * p.row_bytes, max(p.budget, SMALLEST_BLOCK)
     block_rows = max(1, p.rows_in(block_bytes))
     block_tokens = p.sp_size * min(balanced(p.part_rows, block_rows), p.part_rows)
     dw_new = p.shard_rows * p.hidden_size * p.itemsize if p.needs.weight and not p.main_grad else 0
-    fits = alive * block_tokens * p.row_bytes + p.dw_sum <= whole + dw_new and p.dw_sum <= whole
+    fits = block_tokens * p.row_bytes + p.dw_sum <= whole + dw_new and p.dw_sum <= whole
     if not (p.accumulable and p.savable and fits):
         return None
     return p.plan(

@@ -3,8 +3,7 @@
     forward      gather hidden states -> project -> gather partials -> merge
     backward     gather hidden states -> dX -> reduce dX, beside the last slice's dW
     accumulate   forward and backward of each block in one pass: Algorithms 3 and 4 of "From Projection to Prediction",
-                 over ranks and row blocks. 6 N V D flops. One rank holds the exponentials of one block at a time. With
-                 several ranks, each holds those of two blocks.
+                 over ranks and row blocks. 6 N V D flops. A rank holds the exponentials of one block at a time.
 
 Gathers of hidden states are started one block ahead. Autograd may run backward through one graph more than once.
 """
@@ -12,8 +11,7 @@ Gathers of hidden states are started one block ahead. Autograd may run backward 
 from __future__ import annotations
 
 import functools
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial as partial_of
 from typing import Any
 
@@ -111,38 +109,6 @@ class GradientSums:
         return dx, self.dweight and self.dweight.deliver(), self.dbias and self.dbias.deliver()
 
 
-def _projected_blocks(
-    call: Call, sums: GradientSums
-) -> Iterator[tuple[Block, IncomingHidden, PartialsGather, Any, Any]]:
-    """Projects the blocks and starts the gathers of their partials. On several ranks the next block is projected before
-    a block is given. Last, what the call wants of the block's partial, on one rank."""
-    layout, backend, blocks, projection = call.layout, call.backend, call.plan.blocks, sums.projection
-    waiting, ahead = deque(), 1 if layout.ranks > 1 else 0
-    rows = layout.sp_size * max((b.stop - b.start for b in blocks), default=0)
-    entries = max((b.saved for b in blocks), default=0)
-    buffers = deque(backend.allocate_saved(projection, rows, entries) for _ in range(ahead + 1))
-    for block, x in zip(blocks, hidden_of_blocks(sums.hidden, blocks, layout)):
-        x.wait()
-        buffers.rotate(1)
-        partials = PartialsGather(x.tensor, len(x.tensor), call.shard, call.columns, layout)
-        task = ForwardTask(
-            call.of_block(projection, block),
-            x.tensor,
-            layout.take(sums.targets, block),
-            call.columns,
-            block.saved,
-            buffer=buffers[0],
-            out=partials.local,
-            wanted=call.of_tokens(block).wanted if layout.ranks == 1 else None,
-        )
-        _, saved, found = backend.block_forward(task)
-        partials.start(block.start)
-        waiting.append((block, x, partials, saved, found))
-        if len(waiting) > ahead:
-            yield waiting.popleft()
-    yield from waiting
-
-
 def accumulate(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Gradients]:
     """The reduced loss of ``hidden [..., D]``, 0-dimensional, and its gradients in one pass over the blocks: dX in the
     hidden states' dtype, dW and dbias in fp32 (fp64 for fp64).
@@ -152,24 +118,40 @@ def accumulate(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) 
     backward only scales them by the upstream gradient.
 
     Collectives per block: under sequence parallelism the all-gather of its hidden states, started a block ahead; the
-    all-gather of its partials, waited for after the next block's projection; the reduction of its dX.
+    all-gather of its partials; the reduction of its dX.
     """
-    layout, dtype = call.layout, call.dtype
-    blocks, memory = len(call.plan.blocks), call.plan.scratch_bytes
-    sums = GradientSums(call, hidden, weight, bias, call.needs, blocks, dtype=dtype, scratch_bytes=memory)
+    layout, dtype, backend, blocks = call.layout, call.dtype, call.backend, call.plan.blocks
+    memory = call.plan.scratch_bytes
+    sums = GradientSums(call, hidden, weight, bias, call.needs, len(blocks), dtype=dtype, scratch_bytes=memory)
     per_token = hidden.new_empty(call.shape.numel(), dtype=dtype)
     divisor = None
     if call.options.reduction == "mean":
         assert call.target is not None
         divisor = sum_of_weights(call.target, call.token_weight, call.options.ignore_index, dtype)
-    for block, x, partials, saved, found in _projected_blocks(call, sums):
+    rows = layout.sp_size * max((b.stop - b.start for b in blocks), default=0)
+    buffer = backend.allocate_saved(sums.projection, rows, max((b.saved for b in blocks), default=0))
+    for block, x in zip(blocks, hidden_of_blocks(sums.hidden, blocks, layout)):
+        x.wait()
         of_tokens = call.of_tokens(block)
-        merged, found = partials.finish(call.backend, of_tokens.wanted, found)
+        partials = PartialsGather(x.tensor, len(x.tensor), call.shard, call.columns, layout)
+        task = ForwardTask(
+            call.of_block(sums.projection, block),
+            x.tensor,
+            layout.take(sums.targets, block),
+            call.columns,
+            block.saved,
+            buffer=buffer,
+            out=partials.local,
+            wanted=of_tokens.wanted if layout.ranks == 1 else None,
+        )
+        _, saved, found = backend.block_forward(task)
+        partials.start(block.start)
+        merged, found = partials.finish(backend, of_tokens.wanted, found)
         losses, coefficients = results.of_tokens(of_tokens, merged, found, block)
         layout.put(per_token, block, losses)
         coefficients = coefficients._replace(divisor=divisor)
         sums.add_block(block, x, merged.partial, coefficients, saved)
-        del x, partials, saved  # before the next block is projected
+        del x, task  # before the next block is projected
     gradients = sums.deliver()
     total = per_token.sum()
     return total if divisor is None else total / divisor, gradients

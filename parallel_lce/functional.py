@@ -63,7 +63,7 @@ def linear_cross_entropy(
             that is not ``ignore_index`` has loss and gradients NaN, whatever its weight; on a CPU it is refused.
         reduction: 'none': losses of the target's shape. 'sum'. 'mean': the sum divided by the weights of the tokens
             that are not ignored, over the whole sequence; 0 with gradients of 0 if there is none.
-        token_weight: of the target's shape and any real dtype. A weight of 0 gives a gradient of 0.
+        token_weight: of the target's shape and any real dtype, without a gradient. A weight of 0 gives one of 0.
         logit_scale, temperature: a Python number; or a floating-point tensor of the target's shape, the same on all
             ranks, without a gradient. Temperatures are > 0; those of a tensor are not checked.
         mask: bool, of the target's shape. Tokens where it is false are ignored, too. Without ``counted_tokens`` the

@@ -52,15 +52,14 @@ def IGNORED(a) -> dict:
     return dict(target=torch.full_like(a["teacher_ids"][:, 0], -100), teacher_ids=-torch.ones_like(a["teacher_ids"]))
 
 
-def _ones(name: str, size: int) -> Callable:
-    return lambda a: {name: a["input"].new_ones(size)}
+def _bias(a: dict) -> dict:
+    return dict(linear_bias=a["input"].new_ones(V))
 
 
 def _trained(name: str) -> Callable:
     return lambda a: {name: a[name].requires_grad_()}
 
 
-_weighted, _bias, _learning = _ones("token_weight", N), _ones("linear_bias", V), _trained("token_weight")
 # What a message says of a tensor.
 DIGEST = r"\d+ values of digest \w+"
 # By the name of a call (calls.py) and what differs: changes of the last rank's arguments, what debug mode names, the
@@ -70,8 +69,6 @@ EXPOSED = {
     "loss, in blocks": (dict(reduction="sum"), "reduction", "'mean'", "'sum'", dict(logits_budget=0)),
     "loss, dtype": (_cast(torch.float16), "dtype", "torch.bfloat16", "torch.float16", _cast(torch.bfloat16)),
     "statistics, a loss": (dict(function="loss", reduction="none"), "function", "'token_.*'", "'linear_cross_.*'"),
-    "loss, learning": (_learning, "function", ".*entropy'", ".*reduction='mean', of.*", _weighted),
-    "loss, both learn": (dict(reduction="sum"), "function", ".*mean.*", ".*sum.*", lambda a: _learning(_weighted(a))),
     "selected, offsets": (lambda a: _pairs(a, 3), "selected_offsets", DIGEST, DIGEST, _pairs),
     "selected, ids": (_moved("selected", 4), "selected", DIGEST, DIGEST),
     "logits, smoothing": (dict(label_smoothing=0.1), "label_smoothing", "0.0", "0.1"),
@@ -90,7 +87,6 @@ SILENT = {
     "loss, weights": (lambda a: dict(token_weight=a["target"].float()), "token_weight", "nothing", "6 values of .*"),
     "loss, counted": (dict(counted_tokens=5), "counted_tokens", "6", "5", dict(counted_tokens=N)),
     "loss, backend": (dict(backend="triton"), "backend", "'torch'", "'triton'"),
-    "loss, a count too": (_learning, "function", ".*", ".*learn.*", lambda a: _weighted(a) | dict(counted_tokens=N)),
     "statistics, columns": (dict(entropy=True, argmax=True), "argmax", "False", "True"),
     "statistics, mask": (lambda a: dict(mask=a["target"] != a["target"][0]), "mask", DIGEST, DIGEST, _all),
     "logits, V": (lambda a: dict(vocab_parallel_logits=a["vocab_parallel_logits"][:, 1:]), "entries.*", "10", "9"),
@@ -265,10 +261,8 @@ def test_equal_arguments_agree(member, backend):
             assert loss(t.x, t.weight, t.target, reduction=reduction, **where, **options).isfinite().all(), options
     both, ignored = (t.x, t.weight, t.x, t.weight), (None, -100)[member.rank]
     assert divergence(*both, ignore_index=ignored, **where).isfinite()
-    for needs in (False, True):
-        token_weight = torch.ones_like(t.target, dtype=torch.float32).requires_grad_(needs)
-        with torch.set_grad_enabled(needs or member.rank == 0):
-            assert loss(t.x, t.weight, t.target, token_weight=token_weight, **where).isfinite()
+    with torch.set_grad_enabled(member.rank == 0):
+        assert loss(t.x, t.weight, t.target, **where).isfinite()
 
 
 @on_ranks(2)

@@ -83,6 +83,7 @@ TENSORS = [
     ("token_weight", "must be real, got torch.complex64", torch.zeros(N, dtype=torch.complex64)),
     ("logit_scale", "must be floating-point, got torch.int64", IDS),
     ("logit_scale", r"requires a gradient, and none flows to it: pass logit_scale.detach\(\)", LEAF),
+    ("token_weight", r"requires a gradient, .*: pass token_weight.detach\(\), or multiply the losses of", LEAF),
     ("logit_scale", r"must be .* target's shape \[6\], got one of shape \[5\]", ZEROS[1:]),
     ("temperature", r"must be .*, got one of shape \[\]$", ZEROS[0]),
     ("weight", "of torch.* is not supported: use token_weight", torch.ones(V)),

@@ -137,8 +137,8 @@ GIVEN += [
     replace(LOSS, kind="selected", selected="ids", K=9, ids="outside", no_target=True),
     # A divergence whose tokens, of different factors, are worked on some at a time.
     replace(LOSS, kind="divergence", dtype="fp32", E=24, beta=0.5, tile=(4, 700), block_bytes=None),
-    # Weights that learn under autocast.
-    replace(LOSS, dtype="fp32", autocast="bf16", token_weight="positive", weight_learns=True, reduce_dtype="same"),
+    # Under autocast.
+    replace(LOSS, dtype="fp32", autocast="bf16", token_weight="positive", reduce_dtype="same"),
 ]
 
 

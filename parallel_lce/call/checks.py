@@ -217,15 +217,16 @@ def _check_each(options: Options, tensors: Tensors) -> None:
             raise ValueError(f"{name} must hold ids of an integer dtype, got {value.dtype}{classes}")
         if name == "token_weight" and value.is_complex():
             raise ValueError(f"token_weight must be real, got {value.dtype}")
-        if name in ("logit_scale", "temperature"):
-            if not value.is_floating_point():
-                raise ValueError(f"{name} must be floating-point, got {value.dtype}")
+        if name in ("logit_scale", "temperature") and not value.is_floating_point():
+            raise ValueError(f"{name} must be floating-point, got {value.dtype}")
+        if name in ("token_weight", "logit_scale", "temperature"):
             check_no_gradient(name, value)
 
 
 def check_no_gradient(name: str, value: Tensor) -> None:
     if value.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} requires a gradient, and none flows to it: pass {name}.detach()")
+        instead = ", or multiply the losses of reduction='none' by it" if name == "token_weight" else ""
+        raise ValueError(f"{name} requires a gradient, and none flows to it: pass {name}.detach(){instead}")
 
 
 def check_values(loss: Any, values: Iterable[Any], reduction: Any, target: Any) -> tuple[Tensor, ...]:

@@ -198,8 +198,8 @@ def _plan(call: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | No
     """The plan of a call without its tensors."""
     options, backend, shard, dtype = call.options, call.backend, call.shard, tensors.linear_weight.dtype
     size = call.vocab_size
-    # Accumulation needs token weights without a gradient and, on several ranks, the same blocks on each. It writes dX
-    # before the upstream gradient, and with it the loss scale of fp16, is known.
+    # Accumulation needs, on several ranks, the same blocks on each. It writes dX before the upstream gradient, and with
+    # it the loss scale of fp16, is known.
     reduced = options.reduction in ("mean", "sum")
     accumulable = reduced and main_grad is None and size is not None and dtype != torch.float16
     # Codes have too little precision for differences of entries, and for logits. A bias may set entries so far apart,

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.backends.formulas import mean_loss
 from parallel_lce.call import debug
 from parallel_lce.call.call import LossFunction
 from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.core.grad_buffers import MainGrad
-from parallel_lce.core.options import Options, Tensors, as_int64
+from parallel_lce.core.options import Options, Tensors
 from parallel_lce.run.compile import call_in_graph
 from parallel_lce.run.results import TokenStatistics
 from parallel_lce.run.schedule import function_of
@@ -33,27 +32,12 @@ def fused_loss(
 ) -> Tensor:
     """The loss, of the tokens' shape or 0-dimensional. With a ``mask``, bool of that shape, the other tokens are
     ignored. Other arguments as in :func:`parallel_lce.run.token_count.compacted`."""
-    weights, reduction = tensors.token_weight, options.reduction
-    weights_learn = isinstance(weights, Tensor) and weights.requires_grad and torch.is_grad_enabled()
-    if weights_learn:  # another call, also for the other ranks
-        check(options, autocasted(tensors), group)
-        debug.compare_later({"token_weight": weights})
-        function = f"{options.function}, {reduction=}, of weights that learn"
-        options = options._replace(function=function, reduction="none")
-        tensors = tensors._replace(token_weight=None)
     options, tensors, compaction = compacted(options, tensors, group, mask, counted_tokens, main_grad)
     loss, shape = _called(options, tensors, group, main_grad)
-    if weights_learn:
-        target, weights = as_int64(tensors.target).reshape(-1), compaction.of(weights).reshape(-1).to(loss.dtype)
-        if options.ignore_index is not None:  # weights of ignored tokens may be NaN
-            weights = weights.masked_fill(target == options.ignore_index, 0.0)
-        loss = loss * weights
-        if reduction != "none":
-            loss = mean_loss(loss, target, weights, options.ignore_index)[0] if reduction == "mean" else loss.sum()
+    if options.reduction != "none":
+        return compaction.checked(loss)
     # A view would add a node to autograd's graph, which costs host time.
-    if reduction == "none" and len(shape) != 1:
-        loss = loss.view(shape)
-    return compaction.spread(loss) if reduction == "none" else compaction.checked(loss)
+    return compaction.spread(loss if len(shape) == 1 else loss.view(shape))
 
 
 def fused_statistics(

@@ -90,7 +90,6 @@ class Configuration:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     token_weight: str = ""
-    weight_learns: bool = False
     asked: tuple[str, ...] = ()
     filtered: bool = False
     selected: str = ""
@@ -205,7 +204,6 @@ def _edge(random: Random, d: dict, edge: str) -> dict:
     if edge == "nan":
         return plain | dict(mixture=("lse",), counted="", ignored="none", debug=False, bias="plain")
     plain |= dict(mixture=("target_log_prob",), no_target=False, label_smoothing=0.0, z_loss=0.0, top_k=None, K=0)
-    plain |= dict(weight_learns=False)
     if edge == "cap":
         cap = random.choice((1.0, 3.0, 30.0))
         return plain | dict(softcap=cap, sharpness=6 * cap)
@@ -386,7 +384,6 @@ def _loss(random: Random, d: dict) -> dict:
     if d["bias"] == "masked" and d["softcap"] is None and smoothing and weight:
         # Infinite losses times 0 mean nothing.
         found["bias"] = "plain"
-    found["weight_learns"] = weight not in ("", "mask") and d["bias"] != "low" and random.random() < 0.3
     return found | {"filtered": not smoothing and random.random() < 0.3}
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from cases import DTYPES
 from fuzz.draw import GROUPED, Configuration
 from fuzz.run import assemble, require
-from fuzz.truth import Rounding, bounds, dense, half_spacing, of_product
+from fuzz.truth import Rounding, bounds, dense, of_product
 from fuzz.values import INFINITE, OF_TARGET, Operands, Whole, make, operands, per_result
 from parallel_lce.core.partials import accumulation_dtype
 
@@ -197,8 +197,6 @@ def _of_groups(
 def _floor(c: Configuration, o: Operands, truth: dict[str, Tensor], base: str) -> Tensor:
     """How far roundings may move a result though torch has none."""
     u, exact = Rounding(c).u, truth[base].abs()
-    if base == "dtoken_weight":
-        return half_spacing(o.token_weight.dtype) * exact + _ROUNDINGS * u
     if not base.startswith("d"):
         # A log-probability is the difference of two rounded numbers, which may be as large as a soft-cap.
         return _ROUNDINGS * u * (exact + 1)

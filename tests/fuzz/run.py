@@ -156,7 +156,6 @@ def _once(member: Member, c: Configuration) -> dict[str, Tensor]:
     wanted = {}
     if c.mode == "train":
         learning = [name for name in ("input", "weight", "bias") if name not in c.frozen]
-        learning += ["token_weight"] if c.weight_learns else []
         wanted = {name: tensors[name].requires_grad_() for name in learning if name in tensors}
     modes = {"train": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
     casting = torch.autocast(member.device.type, dtype=DTYPES[c.autocast]) if c.autocast else nullcontext()

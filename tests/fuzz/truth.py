@@ -171,8 +171,8 @@ def dense(
     r = rounding or Rounding(c)
     z, product = _logits(o.layer, dtype, wide, r)
     weight = None if o.token_weight is None else o.token_weight.to(wide)
-    if weight is not None:
-        weight = (weight.expand(r.samples, c.N) if r.samples else weight).detach().requires_grad_()
+    if weight is not None and r.samples:
+        weight = weight.expand(r.samples, c.N)
     upstream, among, each = {name: value.to(wide) for name, value in o.upstream.items()}, z, o.entries
     if c.kind == "selected":
         among = z.new_full((*z.shape[:-1], each.most), MASKED)
@@ -196,9 +196,9 @@ def dense(
     if c.kind == "logits":
         losses, source = _megatrons(c, o, found, log_p)
         found, sources = {"loss": losses}, {"loss": source}
-    G, of_among, of_log_p, *of_weight = torch.autograd.grad(
+    G, of_among, of_log_p = torch.autograd.grad(
         [sources[name] for name in upstream],
-        [product, among, log_p, *([] if weight is None else [weight])],
+        [product, among, log_p],
         [value.expand_as(sources[name]) for name, value in upstream.items()],
         allow_unused=True,
         materialize_grads=True,
@@ -208,7 +208,6 @@ def dense(
     results = {name: r.moved(value.detach(), 2 * value.detach().abs()) for name, value in found.items()}
     x, W = o.layer.x.to(dtype), o.layer.weight.to(dtype)
     results |= {"dinput": G @ W, "dweight": G.mT @ x, "dbias": G.sum(-2), "G": G}
-    results |= dict(zip(["dtoken_weight"], of_weight))
     if not r.samples:
         error = r.u * _logit_roundings(o.layer, (product.detach() * o.layer.scale), r.u)
         terms = _terms(sources, upstream, among, log_p)
@@ -393,6 +392,4 @@ def bounds(c: Configuration, o: Operands, truth: dict[str, Tensor]) -> dict[str,
             found[name] += r.low * size
         if r.any_fp16:
             found[name] = (found[name] + _FP16_SMALLEST).masked_fill(terms > _FP16_REACH, torch.inf)
-    if c.weight_learns:
-        found["dtoken_weight"] += half_spacing(o.token_weight.dtype) * truth["dtoken_weight"].abs()
     return found

@@ -14,7 +14,7 @@ from parallel_lce.backends import backend_of
 from parallel_lce.core.grad_buffers import MainGrad, within
 from parallel_lce.distillation import divergence
 from parallel_lce.run.entry import fused_loss
-from tools import REDUCED, chosen_backend, counted_forwards, fields, given, shrunk, small, statistics
+from tools import REDUCED, chosen_backend, counted_forwards, fields, given, savable, shrunk, small, statistics
 
 
 def assert_equal(found, expected, name: object = "") -> None:
@@ -26,7 +26,7 @@ def assert_equal(found, expected, name: object = "") -> None:
 def test_selective_checkpoints_compute_twice_and_no_more(name, backend, device):
     """They refuse what they keep if it is changed in place; a view of it that they keep is of other memory. A copy that
     one run makes and the other does not, since hooks have changed strides, is not taken for a program's own."""
-    t = small(device, N=40, V=150, D=16, dtype="bf16")
+    t = small(device, N=40, V=150, D=16, dtype=savable("bf16", device, backend))
     ids = t.target[:, None]
 
     def values(x, w):

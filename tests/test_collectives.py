@@ -1,7 +1,7 @@
 """Every collective of a call is the one its docstring states: kind, order, size, dtype and group."""
 
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,7 +16,7 @@ from parallel_lce.backends import backend_of
 from parallel_lce.core import collectives
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.distillation import divergence
-from tools import Started, arguments_to, chosen_backend, on_ranks, shrunk, started
+from tools import Started, arguments_to, chosen_backend, on_ranks, savable, shrunk, started
 from world import Member
 
 N, D, ROWS = 48, 4, 40  # tokens of the whole sequence, hidden size, vocabulary rows per rank
@@ -46,6 +46,10 @@ class Call:
         rows = 2 if self.strategy == "by vocabulary" else self.tokens // self.blocks
         return rows * ROWS * DTYPES[self.dtype].itemsize
 
+    def on(self, device) -> "Call":
+        saves = self.strategy in ("save", "accumulate")
+        return replace(self, dtype=savable(self.dtype, device)) if saves else self
+
 
 @contextmanager
 def all_waited_for():
@@ -68,6 +72,7 @@ def all_waited_for():
 
 def _events(member: Member, call: Call):
     """The collectives that a rank starts in forward and in backward, and windows of dW that it finishes."""
+    call = call.on(member.device)
     t = make(call.tokens, ROWS * member.ranks, D, call.dtype, device=member.device)
     t = part(t, member, call.sequence_parallel)
     # A view with gaps, which NCCL does not send.
@@ -103,6 +108,7 @@ def told(events: list[Started], group) -> list[tuple]:
 
 def expected(call: Call, device: str) -> tuple[list, list]:
     """Forward's and backward's collectives, from the docstring of ``linear_cross_entropy``."""
+    call = call.on(device)
     tokens, B, P = call.tokens, call.blocks, call.ranks
     low = str(DTYPES[call.dtype]).removeprefix("torch.")
     wide = "float64" if call.dtype == "fp64" else "float32"

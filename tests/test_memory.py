@@ -18,7 +18,7 @@ from cases import DTYPES, make, normal, part
 from parallel_lce.backends import backend_of, torch_backend, triton
 from parallel_lce.call import prepare
 from parallel_lce.core.plan import default_budget
-from tools import alone, everywhere, on_ranks, shrunk
+from tools import alone, everywhere, on_ranks, savable, shrunk
 from world import Member
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
@@ -106,7 +106,7 @@ def test_growth_of_n_grows_no_buffer_with_v_in_it(strategy, dtype, ranks, sequen
 )
 def test_saved_bytes_are_within_the_budget(dtype, budget, device):
     """Without one they are those of the exponentials, and no more."""
-    N, V = 512, 4096
+    N, V, dtype = 512, 4096, savable(dtype, device)
     _, alive = measured(alone(device), (N, V, 4), dtype=dtype, logits_budget=budget, backward=False)
     whole = N * V * DTYPES[dtype].itemsize
     assert alive <= (1.02 * whole if budget is None else max(0, budget - BLOCK)) + 64 * KiB

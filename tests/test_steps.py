@@ -20,7 +20,7 @@ from measures import ROUNDED, assert_close
 from parallel_lce.backends import backend_of
 from parallel_lce.call import prepare
 from parallel_lce.core import collectives
-from tools import alone, chosen_backend, everywhere, planned, shrunk, statistics, watched_backwards
+from tools import alone, chosen_backend, everywhere, planned, savable, shrunk, statistics, watched_backwards
 from world import Member
 
 
@@ -83,7 +83,8 @@ class Step:
         self._size, self._tile, strategy = size, tile, self.strategy
         self.reduction = strategy.options.get("reduction", "mean")
         N, V, _ = size
-        row_bytes = -(-(call.vocab_size or V) // member.ranks) * DTYPES[call.dtype].itemsize
+        self.dtype = savable(call.dtype, member.device, call.backend)
+        row_bytes = -(-(call.vocab_size or V) // member.ranks) * DTYPES[self.dtype].itemsize
         parts = member.ranks if call.sequence_parallel else 1
         blocks = strategy.parts or strategy.blocks
         self._block_bytes = -(-N // (blocks * parts)) * parts * row_bytes
@@ -103,7 +104,7 @@ class Step:
     def data(self, seed: int) -> list[torch.Tensor]:
         """x, weight, target, upstream gradient and, if there is one, bias."""
         (N, V, D), call = self._size, self.call
-        t = make(N, V, D, call.dtype, self.member.device, bias=call.bias, ignored=True, seed=seed)
+        t = make(N, V, D, self.dtype, self.member.device, bias=call.bias, ignored=True, seed=seed)
         upstream = normal(*((N,) if self.reduction == "none" else ()), seed=seed + 1).float().to(self.member.device)
         t.target[5:12] = t.target[4]  # tokens of one target add up in one row of dW
         if call.vocab_size is not None:
@@ -153,7 +154,7 @@ CALLS = [
     Call("saved", 2, bias=True),
     Call("saved", 2, True),
     Call("hidden states gathered again", 3, True, "fp32"),
-    Call("some rows saved", 2, True, bias=True),
+    Call("some rows saved", 2, True, backend="triton", bias=True),
     Call("accumulated", 3, True, "fp32"),
     Call("saved", 2, True, shards=(60, 15), vocab_size=70),
     Call("recomputed", 3, shards=(10, 0, 85), vocab_size=90),

@@ -11,7 +11,7 @@ import torch
 import parallel_lce
 from cases import Tensors, dense_statistics, make, normal, part
 from measures import ROUNDED, assert_close, assert_near
-from tools import debug_mode, everywhere, on_ranks, shrunk, small
+from tools import debug_mode, everywhere, on_ranks, savable, shrunk, small
 from world import Member
 
 N, V = 48, 120
@@ -47,7 +47,7 @@ CASES = [
 
 def problem(kind: str = "accumulate", dtype: str = "fp32", device="cpu") -> tuple[Tensors, torch.Tensor, torch.Tensor]:
     """Every third target is -100, where the values per token are NaN."""
-    t = make(N, V, HIDDEN[kind], dtype, device, ignored=True)
+    t = make(N, V, HIDDEN[kind], savable(dtype, device), device, ignored=True)
     old, advantage = normal(N, seed=5) - 4, normal(N, seed=6)
     return t, *[v.float().masked_fill(t.target.cpu() == -100, torch.nan).to(device) for v in (old, advantage)]
 

@@ -99,6 +99,11 @@ def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
         yield
 
 
+def savable(dtype: str, device, backend: str = "") -> str:
+    """fp32 for bf16 on a CPU without Triton, which saves no exponentials of it."""
+    return "fp32" if dtype == "bf16" and torch.device(device).type == "cpu" and backend != "triton" else dtype
+
+
 def planned() -> plan.Plan | None:
     """The plan of the only call since ``prepare.KNOWN`` was cleared."""
     (call,) = prepare.KNOWN.values()

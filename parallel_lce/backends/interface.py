@@ -136,6 +136,8 @@ class Backend(Protocol):
     NAME: str
     # Flops of a matrix product that take as long as reading or writing a byte.
     FLOPS_PER_BYTE: float
+    # Of inputs whose exponentials can be saved.
+    SAVED_DTYPES: tuple[torch.dtype, ...]
     # Whether a token's statistics have the same bits whatever surrounds it. Partials of ranks then have second rows.
     SAME_BITS: bool
     # Whether the backward recomputes logits in the memory of saved exponentials.
@@ -150,13 +152,6 @@ class Backend(Protocol):
 
     def allocate_saved(self, projection: Projection, rows: int, entries: int) -> Tensor:
         """A buffer for the exponentials of ``rows`` tokens and the shard's first ``entries`` vocabulary rows."""
-        ...
-
-    def recovers_differences(self, dtype: torch.dtype) -> bool:
-        """Whether the backward can form the differences of ``gamma``, ``delta`` and ``epsilon`` from exponentials saved
-        in ``dtype``. The rounding of an exponential e gives p a relative error, and z - max an absolute error of the
-        same size. Where logits are nearly equal the differences are smaller than that, so a low-precision dtype needs
-        saved logits there."""
         ...
 
     def block_forward(self, task: ForwardTask) -> tuple[Tensor, Any, Any]:

@@ -32,7 +32,6 @@ from parallel_lce.backends.torch_logits import (
     logits,
     logits_gradient,
     logits_partial,
-    recapped,
     row_tiles,
     saved_tile,
     selected_logits,
@@ -64,22 +63,20 @@ from parallel_lce.core.partials import (
 # What this module imports and does not call are functions of :class:`parallel_lce.backends.interface.Backend`.
 NAME: str = "torch"
 FLOPS_PER_BYTE: float = 8  # of a CPU
+SAVED_DTYPES: tuple[torch.dtype, ...] = torch.float32, torch.float64
 SAME_BITS: bool = False
 REUSES_SAVED: bool = False
 CODES: bool = False
 
 # Most bytes of a copy of gradients in the factor's dtype.
 _SCALED_BYTES = 16 << 20
-# fp16 saves exp(z - m), which is in [0, 1], times this: values down to e^-20 stay normal numbers.
-_SAVED_FP16_SCALE = 2.0**15
 
 
 class Saved(NamedTuple):
     """The saved tensors of a block of R tokens and the shard's first entries, in W windows. The last window may be
     smaller than the others."""
 
-    # exp(z - maxima) of each entry and token, in the weight's dtype, tile after tile of rows. Under a soft-cap what it
-    # is applied to, in fp16: rounded exponentials would lose its slope where logits saturate.
+    # exp(z - maxima) of each entry and token, tile after tile of rows
     exponentials: Tensor
     # [W, R]: each token's largest logit of each window
     maxima: Tensor
@@ -109,7 +106,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
     rows, real, dtype = task.x.shape[0], projection.real_rows, projection.dtype
     partial = empty_partial(columns, rows, dtype, task.x.device, task.out)
     tiles, save = row_tiles(rows) if real else [], min(task.save, real)
-    x, memory, softcap = operand(task.x), Scratch(0, task.x.device), projection.logit_map.softcap
+    x, memory = operand(task.x), Scratch(0, task.x.device)
     width = window_size(projection, tiles[0].stop if tiles else 0, columns.weighted or columns.squared)
     saved_windows = even_slices(0, save, width)
     windows = saved_windows + even_slices(save, real, width)
@@ -125,13 +122,11 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
         for number, window in enumerate(windows):
             window_partial = merged if of_windows is None else of_windows[number]
             weight = operand(some_rows(projection.weight, window.start, window.stop))
-            store = None
-            if saved is not None and window.start < save:
-                store = saved_tile(saved.exponentials, save, tile, window)
-            in_place = store is not None and store.dtype == dtype
-            z = store if store is not None and in_place else borrowed(memory, tile, window, dtype)
-            uncapped = None if store is None or softcap is None else store.view(torch.float16)
-            logits(of_tile, x[tile], weight, window, z, uncapped)
+            if saved is None or window.start >= save:
+                z = borrowed(memory, tile, window, dtype)
+            else:
+                z = saved_tile(saved.exponentials, save, tile, window)
+            logits(of_tile, x[tile], weight, window, z)
             if target is not None:
                 take_targets(z, target[tile], window, window_partial[TARGET])
             if selection is not None:
@@ -140,10 +135,8 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()], Any]:
                 task.logits[tile, window] = z.t()
             # z becomes exponentials.
             tile_partial(z, projection.start + window.start, columns, window_partial)
-            if saved is not None and store is not None:
+            if saved is not None and window.start < save:
                 saved.maxima[number, tile] = window_partial[MAX]
-                if not in_place and softcap is None:
-                    store.copy_(z.mul_(_SAVED_FP16_SCALE) if store.dtype == torch.float16 else z)
         if of_windows is not None:
             counts = torch.stack([merged.new_full((), w.stop - w.start) for w in windows])
             merged.copy_(merge(of_windows, counts, columns))
@@ -158,9 +151,6 @@ class LogitsGradient:
         projection, x, partial, saved, selection = task.projection, task.x, task.partial, task.saved, task.selection
         self._projection, self._target, self._scratch = projection, task.target, task.scratch
         rows, real, dtype = x.shape[0], projection.real_rows, projection.dtype
-        if selection is not None and saved and saved.exponentials.dtype != dtype:
-            # A selected entry's term may cancel nearly all of its gradient. Rounded exponentials would leave an error.
-            saved = ()
         self._saved: Saved | None = None
         # Number of entries with saved exponentials, and of a forward's window.
         self._save = self._saved_width = 0
@@ -180,7 +170,7 @@ class LogitsGradient:
         # [R]: a recomputed logit closer than this to the maximum is set to the maximum. A product over other rows
         # rounds differently, which matters in logits of millions, and where 1 - p is small. None: 0.
         self._slack: Tensor | None = None
-        if self._save < real or projection.logit_map.softcap is not None:
+        if self._save < real:
             slack = self._maximum.abs().mul_(8 * torch.finfo(dtype).eps).sub_(1.0)
             slack.clamp_(min=0.0).clamp_(min=(sum_exp < ONE_LARGE_ENTRY) * NEAR)
             self._slack = slack if slack.is_cuda or slack.any() else None
@@ -219,16 +209,12 @@ class LogitsGradient:
 
     def of_tile(self, rows: slice, window: slice, x: Tensor, weight: Tensor) -> Tensor:
         """The gradient of a tile, ``[entries, rows]``. ``x``, ``weight``: its rows and entries as operands."""
-        saved, softcap, slope = self._saved, self._projection.logit_map.softcap, None
+        saved, slope = self._saved, None
         if saved is None or window.start >= self._save:
             projection = self._projection.of_rows(rows)
             out = borrowed(self._scratch, rows, window, projection.dtype)
             z = logits(projection, x, weight, window, out)
             slope = projection.logit_map.slope(z)
-            gradient = self._of_logits(z, rows)
-        elif softcap is not None:
-            stored = saved_tile(saved.exponentials, self._save, rows, window).view(torch.float16)
-            z, slope = recapped(stored, softcap, borrowed(self._scratch, rows, window, self._projection.dtype))
             gradient = self._of_logits(z, rows)
         else:
             gradient = self._of_exponentials(saved, rows, window)
@@ -244,14 +230,12 @@ class LogitsGradient:
 
     def _of_exponentials(self, saved: Saved, rows: slice, window: slice) -> Tensor:
         """The gradient of a saved tile, before gamma and the targets'."""
-        stored, dtype = saved_tile(saved.exponentials, self._save, rows, window), self._projection.dtype
-        scale = 1 / _SAVED_FP16_SCALE if stored.dtype == torch.float16 else 1.0
+        e = saved_tile(saved.exponentials, self._save, rows, window)
         maximum = saved.maxima[window.start // self._saved_width, rows]
-        rebase = (maximum - self._maximum[rows]).exp() * scale
-        out = stored if stored.dtype == dtype else borrowed(self._scratch, rows, window, dtype)
+        rebase = (maximum - self._maximum[rows]).exp()
         if self._delta is None and self._epsilon is None:
-            return torch.mul(stored, self._alpha[rows] * rebase, out=out)
-        e = torch.mul(stored, rebase, out=out)
+            return e.mul_(self._alpha[rows] * rebase)
+        e.mul_(rebase)
         below_max = None if self._delta is None else e.log().clamp_(min=LOWEST_SHIFT)
         return self._softmax_gradient(e, below_max, rows)
 
@@ -306,10 +290,6 @@ def block_backward(task: BackwardTask) -> Iterator[bool]:
         for buffer, opened in ((dweight, of_weight), (dbias, of_bias)):
             if buffer is not None and opened is not None:
                 buffer.close(start, stop, opened[0])
-
-
-def recovers_differences(dtype: torch.dtype) -> bool:
-    return dtype.itemsize > 2
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -48,18 +48,13 @@ def even_slices(start: int, stop: int, most: int) -> list[slice]:
     return [slice(a, min(a + size, stop)) for a in range(start, stop, size)]
 
 
-def logits(
-    projection: Projection, x: Tensor, weight: Tensor, window: slice, out: Tensor, uncapped: Tensor | None = None
-) -> Tensor:
-    """A tile of z in ``out``. ``projection``: of the tile's rows. ``x``, ``weight``: its rows and entries, as operands.
-    ``uncapped``: memory for the tile before the soft-cap."""
+def logits(projection: Projection, x: Tensor, weight: Tensor, window: slice, out: Tensor) -> Tensor:
+    """A tile of z in ``out``. ``projection``: of the tile's rows. ``x``, ``weight``: its rows and entries, as
+    operands."""
     accumulate(out, weight, x.t(), overwrite=True)
     if projection.bias is not None:
         out += projection.bias[window, None]
-    out = projection.logit_map.scaled(out)
-    if uncapped is not None:
-        uncapped.copy_(out)
-    return projection.logit_map.capped(out)
+    return projection.logit_map.capped(projection.logit_map.scaled(out))
 
 
 def borrowed(scratch: Scratch, rows: slice, window: slice, dtype: torch.dtype) -> Tensor:
@@ -73,13 +68,6 @@ def saved_tile(exponentials: Tensor, save: int, rows: slice, window: slice) -> T
     height = rows.stop - rows.start
     start = rows.start * save + window.start * height
     return exponentials[start : start + (window.stop - window.start) * height].view(-1, height)
-
-
-def recapped(stored: Tensor, softcap: float, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits, in ``out``, of what :func:`logits` saved before the soft-cap, and the soft-cap's slope there."""
-    ratio = stored.to(out.dtype).div_(softcap)
-    torch.tanh(ratio, out=out).mul_(softcap)
-    return out, ratio.cosh_().square_().reciprocal_()
 
 
 def take_targets(tile: Tensor, target: Tensor, window: slice, out: Tensor) -> None:

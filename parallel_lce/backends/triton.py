@@ -34,6 +34,7 @@ from parallel_lce.kernels.tuning import FLOPS_PER_BYTE, PARTIAL_BYTES
 
 # What this module imports and does not call are functions of :class:`parallel_lce.backends.interface.Backend`.
 NAME: str = "triton"
+SAVED_DTYPES: tuple[torch.dtype, ...] = torch.bfloat16, torch.float16, torch.float32
 SAME_BITS: bool = True
 REUSES_SAVED: bool = True
 CODES: bool = True
@@ -134,11 +135,6 @@ def _new_saved(task: ForwardTask, product: Product, entries: int) -> Saved:
 
 def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
     return projection.weight.new_empty(rows * stride_of(min(entries, projection.real_rows)))
-
-
-def recovers_differences(dtype: torch.dtype) -> bool:
-    # fp16 lacks the range for logits beside exponentials.
-    return dtype != torch.float16
 
 
 def merge_ranks(

@@ -269,12 +269,10 @@ class Fused(torch.autograd.Function):
         exponentials = saved.exponentials if saved else None
         scratch_bytes = call.plan.scratch_bytes if saved else plan.SMALLEST_BLOCK
         sums = GradientSums(call, hidden, weight, bias, needs, len(blocks), scratch_bytes=scratch_bytes)
-        _, _, gamma, delta, epsilon, *_ = coefficients
-        differs = not (gamma is delta is epsilon is None)
         # An earlier backward has overwritten what was saved: all logits are recomputed, in that memory. In a list:
         # compiled autograd loses an attribute that a backward sets.
         consumed, ctx.consumed[0] = ctx.consumed[0], True
-        if saved and (consumed or (differs and not call.backend.recovers_differences(weight.dtype))):
+        if saved and consumed:
             sums.scratch.adopt(saved.exponentials)
             saved = ()
         if len(blocks) > 1:

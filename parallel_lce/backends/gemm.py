@@ -1,7 +1,7 @@
 """Matrix products with fp32 (fp64 for fp64) sums.
 
-On CUDA low-precision operands enter the product as they are: tensor cores sum in fp32. CPUs have no such product, so
-there the operands are converted to fp32 first.
+On CUDA low-precision operands enter the product as they are: tensor cores sum in fp32. CPUs have no such product, and
+fp16 gradients would underflow: the torch backend converts such operands to fp32 first.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ _ALIGNED = 8
 
 
 def operand(tensor: Tensor) -> Tensor:
-    """``tensor`` as an operand of a product: in fp32 if it is of low precision and on a CPU."""
-    return tensor if tensor.is_cuda or tensor.dtype in _WIDE else tensor.float()
+    """``tensor`` as an operand of a product: in fp32 if it is fp16, or bf16 on a CPU."""
+    plain = tensor.dtype in _WIDE or (tensor.is_cuda and tensor.dtype == torch.bfloat16)
+    return tensor if plain else tensor.float()
 
 
 def _on_cuda(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:

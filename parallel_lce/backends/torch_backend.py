@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.formulas import (
-    fp16_scale_of,
     mean_loss,
     statistics_gradient,
     token_losses,
@@ -148,7 +147,7 @@ class LogitsGradient:
     """The gradient of a block's logits, in tiles."""
 
     def __init__(self, task: BackwardTask) -> None:
-        projection, x, partial, saved, selection = task.projection, task.x, task.partial, task.saved, task.selection
+        projection, x, partial, saved = task.projection, task.x, task.partial, task.saved
         self._projection, self._target, self._scratch = projection, task.target, task.scratch
         rows, real, dtype = x.shape[0], projection.real_rows, projection.dtype
         self._saved: Saved | None = None
@@ -177,15 +176,7 @@ class LogitsGradient:
         factor: Tensor | float = projection.logit_map.scale
         if projection.logit_map.token_scale is not None:
             factor = factor * projection.logit_map.token_scale
-        # fp16 operands are multiplied by a power of two; this is 1 divided by it. None: 1
-        self.fp16_unscale: Tensor | None = None
-        # The dtype of x[:0] is read instead of x: the gather of x may not be complete.
-        if x.dtype == torch.float16 and operand(x[:0]).dtype == torch.float16:
-            fp16_scale = fp16_scale_of(coefficients, sum_exp, projection, selection)
-            factor, self.fp16_unscale = factor * fp16_scale, 1 / fp16_scale
-            if selection is not None:
-                selection = selection._replace(gradient=selection.gradient * fp16_scale)
-        self._selection = selection
+        self._selection = task.selection
         # [R]: of each target's logit.
         self._of_target: Tensor | None = None
         if coefficients.beta is not None and self._target is not None:
@@ -261,7 +252,7 @@ class LogitsGradient:
 def block_backward(task: BackwardTask) -> Iterator[bool]:
     of_logits, dtype, dweight, dbias = LogitsGradient(task), task.projection.dtype, task.dweight, task.dbias
     yield False
-    x, factor, windows, row_tiles = operand(task.x), of_logits.fp16_unscale, of_logits.windows, of_logits.row_tiles
+    x, windows, row_tiles = operand(task.x), of_logits.windows, of_logits.row_tiles
     dx = None if task.dx is None else task.dx.memory
     total = dx if dx is None or dx.dtype == dtype else dx.new_empty(dx.shape, dtype=dtype)
     if not (windows and row_tiles):
@@ -276,17 +267,16 @@ def block_backward(task: BackwardTask) -> Iterator[bool]:
             tile_x, first = some_rows(x, rows.start, rows.stop), rows is row_tiles[0]
             gradient = of_logits.of_tile(rows, window, tile_x, weight)
             if total is not None:
-                accumulate(total[rows], gradient.t(), weight, overwrite=start == 0, factor=factor)
+                accumulate(total[rows], gradient.t(), weight, overwrite=start == 0)
             if window is windows[-1] and rows is row_tiles[-1]:
                 if dx is not None and total is not None and total is not dx:
                     dx.copy_(total)
                 total = None
                 yield True
             if of_weight is not None:
-                accumulate(of_weight[0], gradient, tile_x, overwrite=of_weight[1] and first, factor=factor)
+                accumulate(of_weight[0], gradient, tile_x, overwrite=of_weight[1] and first)
             if of_bias is not None:
-                summed = gradient.sum(1, dtype=of_bias[0].dtype)
-                put(of_bias[0], summed if factor is None else summed.mul_(factor), of_bias[1] and first)
+                put(of_bias[0], gradient.sum(1, dtype=of_bias[0].dtype), of_bias[1] and first)
         for buffer, opened in ((dweight, of_weight), (dbias, of_bias)):
             if buffer is not None and opened is not None:
                 buffer.close(start, stop, opened[0])

@@ -45,7 +45,7 @@ def _pairs(a, second: int = 2) -> dict:
 
 
 def _all(a) -> dict:
-    return dict(mask=a["target"] >= 0, counted_tokens=N)
+    return dict(mask=a["target"] >= 0)
 
 
 def IGNORED(a) -> dict:
@@ -85,7 +85,6 @@ SILENT = {
     "loss, dbias": (_trained("linear_bias"), "gradients", "None", ".*bias=True.*", _bias),
     "loss, target": (_moved("target", 4), "target", DIGEST, DIGEST),
     "loss, weights": (lambda a: dict(token_weight=a["target"].float()), "token_weight", "nothing", "6 values of .*"),
-    "loss, counted": (dict(counted_tokens=5), "counted_tokens", "6", "5", dict(counted_tokens=N)),
     "loss, backend": (dict(backend="triton"), "backend", "'torch'", "'triton'"),
     "statistics, columns": (dict(entropy=True, argmax=True), "argmax", "False", "True"),
     "statistics, mask": (lambda a: dict(mask=a["target"] != a["target"][0]), "mask", DIGEST, DIGEST, _all),

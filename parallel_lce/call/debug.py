@@ -53,8 +53,6 @@ class _State(threading.local):
     group: dist.ProcessGroup | None = None
     # What the next exchange compares, too, by name.
     others: Mapping[str, object] = {}
-    # V, if the ranks have compared a call on all tokens: the call on the counted ones need not be compared again.
-    vocab_size: int | None = None
 
 
 state = _State()
@@ -123,9 +121,6 @@ def agree(
 
 def check_together(options: Options, tensors: Tensors, layout: Layout, needs: Needs, main_grad: MainGrad | None) -> int:
     """Debug mode: raise ``ValueError`` unless all ranks make the same call. Returns V."""
-    if state.vocab_size is not None:
-        vocab_size, state.vocab_size = state.vocab_size, None
-        return vocab_size
     hidden, weight = tensors.input, tensors.linear_weight
     shard = Shard.of(weight.shape[0], layout, options.vocab_start, options.vocab_size)
     shards: list[Part] = [(shard.start, shard.rows, fingerprint(weight[: shard.real_rows]))]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parallel_lce.call import debug
 from parallel_lce.call.checks import check_kind, check_target, described, known_vocab_size
-from parallel_lce.call.prepare import autocasted, check, needs_of
+from parallel_lce.call.prepare import autocasted, check
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import HostNumber, in_memory
@@ -158,7 +158,7 @@ def compacted(
 ) -> tuple[Options, Tensors, Compaction]:
     """The call on the counted tokens alone: the tokens of the ``mask``, for a loss those that are not ignored.
     ``counted_tokens``: their number, or a ``TokenCount``. If there is none, or it cannot be read, the call works on all
-    tokens. Without either, it is the call as it is.
+    tokens, as in debug mode. Without either, it is the call as it is.
 
     A call on some tokens has no sequence parallelism: every rank gathers all hidden states first, since the counted
     tokens are not spread evenly over the ranks. Its dX is all-reduced.
@@ -181,19 +181,14 @@ def compacted(
         labelled = as_int64(tensors.target) != options.ignore_index
         counts = labelled if counts is None else labelled & counts
     assert counts is not None  # of either kind
-    debug.compare_later({"mask": counts} if count is None else {"counted_tokens": count, "mask": counts})
-    # In debug mode the ranks compare their counts.
-    if begun and count == tokens.numel() and not debug.enabled():
+    debug.compare_later({"mask": counts})
+    if begun and count == tokens.numel():
         return options, tensors, Compaction(counts, count, every=True)
-    if count is None:
-        return options, _of_all(options, tensors, layout, counts), Compaction(counts)
-    if not torch.compiler.is_compiling():  # there the operator checks the counted targets
-        weight, vocab_size = tensors.linear_weight, None
-        if debug.enabled():  # before hidden states are gathered
-            needs = needs_of(tensors)
-            vocab_size = debug.state.vocab_size = debug.check_together(options, tensors, layout, needs, main_grad)
-        elif weight.device.type == "cpu":
-            vocab_size = known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
+    if count is None or debug.enabled():  # before ranks that differ gather hidden states
+        return options, _of_all(options, tensors, layout, counts), Compaction(counts, count, every=True)
+    weight = tensors.linear_weight
+    if weight.device.type == "cpu" and not torch.compiler.is_compiling():  # there the operator checks counted targets
+        vocab_size = known_vocab_size(weight.shape[0], layout, options.vocab_start, options.vocab_size)
         check_target(options, as_int64(tensors.target), vocab_size, layout, counts)
     compaction = Compaction(counts, count)
     hidden = in_memory(tensors.input)

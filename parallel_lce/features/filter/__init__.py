@@ -48,19 +48,13 @@ class Filter(Feature):
     @classmethod
     def check(cls, options: Options, tensors: Tensors, vocab_size: int | None) -> None:
         """Refuses gradients of the logits that are not the probabilities times one number per token."""
-        refused = {
-            "label_smoothing": options.label_smoothing != 0,
-            "mean_logit": options.mean_logit,
-            "entropy": options.entropy,
-            "sum_p_squared": options.sum_p_squared,
-            "selected": tensors.selected is not None,
-        }
-        for name, given in refused.items():
-            if given:
-                raise ValueError(
-                    f"gradient_filter={options.gradient_filter} cannot be combined with {name}, whose gradient is "
-                    "large where probabilities are small"
-                )
+        names = ("label_smoothing", "mean_logit", "entropy", "sum_p_squared")
+        given = [name for name in names if getattr(options, name)] + ["selected"] * (tensors.selected is not None)
+        if given:
+            raise ValueError(
+                f"gradient_filter={options.gradient_filter} cannot be combined with {given[0]}, whose gradient is "
+                "large where probabilities are small"
+            )
 
     def before_backward(self, call: Any, task: BackwardTask, block: Block) -> BackwardTask:
         if call.backend.NAME == "torch":

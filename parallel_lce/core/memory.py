@@ -103,11 +103,6 @@ class HostNumber:
                 self._copy.copy_(number, non_blocking=True)
                 self._copied = stream.record_event()
 
-    @property
-    def waits(self) -> bool:
-        """Whether :meth:`read` may wait for a device."""
-        return self._copied is not None
-
     def read(self) -> int:
         """The number. Waits until the device has copied it."""
         if self._copied is not None:

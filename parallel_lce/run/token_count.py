@@ -28,15 +28,14 @@ class TokenCount:
     """What :func:`count_tokens` returns: the argument ``counted_tokens`` of the fused functions."""
 
     def __init__(self, mask: Tensor) -> None:
-        self._total = HostNumber(mask.sum()) if _can_be_read(mask) else None
+        self._mask, self._total = mask, HostNumber(mask.sum()) if _can_be_read(mask) else None
 
     def read(self) -> int | None:
         """The number. Waits until the device has copied it. None where the host must not wait: in a
         trace, in a captured CUDA graph, and for a mask of which nobody could read it."""
-        total = self._total
-        if total is None or _in_trace() or (total.waits and torch.cuda.is_current_stream_capturing()):
+        if torch.compiler.is_compiling() or self._total is None or not _can_be_read(self._mask):
             return None
-        return total.read()
+        return self._total.read()
 
 
 def count_tokens(target: Tensor, ignore_index: int | None = NO_LABEL) -> TokenCount:
@@ -84,19 +83,15 @@ class LabelCount:
         return self.count if version(labels) == self._version else None
 
 
-def _in_trace() -> bool:
-    return torch.compiler.is_compiling() or transforming()
-
-
 def _can_be_read(mask: Any) -> bool:
-    if _in_trace() or type(mask) is not Tensor or mask.device.type not in ("cpu", "cuda"):
+    if torch.compiler.is_compiling() or transforming() or type(mask) is not Tensor:
         return False
-    return not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    return mask.device.type == "cpu" or (mask.is_cuda and not torch.cuda.is_current_stream_capturing())
 
 
 class Compaction:
-    """The counted tokens of a ``mask`` of any shape, in row-major order: ``count`` of them. Without a ``count``, and if
-    these are ``every`` token, the call keeps all. Without a mask it changes nothing."""
+    """The counted tokens of a ``mask`` of any shape, in row-major order: ``count`` of them. Without a ``count``, and
+    with ``every``, the call keeps all tokens. Without a mask it changes nothing."""
 
     def __init__(self, mask: Tensor | None = None, count: int | None = None, every: bool = False) -> None:
         self._mask, self._kept, self._wrong = mask, None, None

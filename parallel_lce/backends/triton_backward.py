@@ -157,7 +157,7 @@ class Piece:
             write_targets(gradient, start, self.targets, self.terms.fp16_scale)
         if task.selection is not None:
             write_selected(gradient, start, task.selection, self.target, self.terms)
-        products = None if task.filter is None else task.filter(self, start, gradient, dx_factor)
+        products = None if task.filter is None else task.filter(self, gradient, dx_factor)
         return Slice(start, stop, gradient, dx_factor, dw_factor, products)
 
     def _recompute(self, start: int, stop: int) -> Tensor:

@@ -2,8 +2,8 @@
 
 Most of a trained softmax lies in few tiles of 128 tokens by 128 vocabulary entries. A token's *unit* is the entry of
 its row of the gradient G for a probability of 1. An entry of G divided by its token's unit is a probability. A tile is
-*active* if one of its probabilities exceeds the filter, or if it contains a target that several tokens share. (For
-other targets G holds 0: :mod:`parallel_lce.kernels.token_gradients`.) The backward's products read only the active
+*active* if one of its probabilities exceeds the filter, or is negative: that of a target that several tokens share.
+(For other targets G holds 0: :mod:`parallel_lce.kernels.token_gradients`.) The backward's products read only the active
 tiles. In every other tile G is estimated by a number per token times a number per entry:
 
     G_ij ~ m_it q_j        m_it = sum_j G_ij over tile t        q_j = sum_i |G_ij| u_i / sum_j sum_i |G_ij| u_i

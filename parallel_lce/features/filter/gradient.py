@@ -77,7 +77,7 @@ class CallFilter:
         self._filters: bool | None = None
         self._counts: list[tuple[HostNumber, int]] | None = None
 
-    def __call__(self, piece: Piece, start: int, gradient: Tensor, dx_factor: Tensor | None) -> FilteredGradient | None:
+    def __call__(self, piece: Piece, gradient: Tensor, dx_factor: Tensor | None) -> FilteredGradient | None:
         x, weight, real = piece.x, piece.projection.weight, piece.projection.real_rows
         if not (is_large(gradient.numel(), x.shape[1]) and multiplies(gradient, x, weight)):
             return None
@@ -88,7 +88,7 @@ class CallFilter:
             self._filters, self._counts = (True, None) if captured else choice_for(*kind).begin()
         if not self._filters:
             return None
-        products = FilteredGradient(gradient, _inverse_units(piece, dx_factor), self._eps, piece.targets, start)
+        products = FilteredGradient(gradient, _inverse_units(piece, dx_factor), self._eps)
         if self._counts is not None and not captured:
             numbers, counts = products.of_rows
             self._counts.append((HostNumber(counts.sum()), numbers.numel()))
@@ -106,4 +106,4 @@ def _inverse_units(piece: Piece, dx_factor: Tensor | None) -> Tensor:
             units *= factor
     inverse = units.reciprocal() if dx_factor is None else dx_factor / units
     # Finite, so that 0 times it is 0.
-    return inverse.abs_().nan_to_num_()
+    return inverse.nan_to_num_()

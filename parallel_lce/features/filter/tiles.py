@@ -16,14 +16,13 @@ from torch import Tensor
 from parallel_lce.backends.gemm import accumulate, matmul
 from parallel_lce.kernels.arithmetic import add_product
 from parallel_lce.kernels.launch import Relaunched, addressable, descriptor, next_power_of_2
-from parallel_lce.kernels.token_gradients import Targets
 
 TILE = 128
 """Tokens and entries of a tile."""
 
 _TILE = tl.constexpr(TILE)
-# Largest fp32 number, in place of 1 / 0. Smallest fp32 number of full precision.
-_FINITE, _TINY = tl.constexpr(3.4028234663852886e38), 2.0**-126
+# Smallest fp32 number of full precision.
+_TINY = 2.0**-126
 # Scan: row blocks per program, rows per step, stages of the loads, warps.
 _SCANNED, _CHUNK, _STAGES, _WARPS = tl.constexpr(4), tl.constexpr(16), tl.constexpr(3), 2
 # Lists: most tiles per step.
@@ -51,25 +50,22 @@ class TileLists(NamedTuple):
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["rows", "blocks", "first_entry"])
+@triton.jit(do_not_specialize=["rows", "blocks"])
 def lce_backward_scan(
     gradient,
     inverse_units,
     largest,
     masses,
     column_sums,
-    targets,
     eps,
     rows,
     entries,
     stride,
     masses_stride,
     blocks,
-    first_entry,
     MASKED: tl.constexpr,
 ):
     """One program scans a block of entries in several row blocks. ``MASKED``: the last block of entries is not full."""
-    target, _, unshared = targets
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     c = tile * _TILE + tl.arange(0, _TILE)
     first = tl.program_id(1) * _SCANNED
@@ -78,7 +74,6 @@ def lce_backward_scan(
         # Elementwise over some rows at a time: fewer reductions across threads.
         tops = tl.zeros((_CHUNK, _TILE), tl.float32)
         sums = tl.zeros((_CHUNK, _TILE), tl.float32)
-        marked = tl.zeros((_CHUNK,), tl.int32)
         for start in tl.range(0, _TILE, _CHUNK, num_stages=_STAGES):
             lane = start + tl.arange(0, _CHUNK)
             r = block * _TILE + lane
@@ -89,21 +84,16 @@ def lce_backward_scan(
                 g = tl.where((c < entries)[None, :], g, 0.0)
             g = g.to(tl.float32)
             inverse = tl.load(inverse_units + r, mask=r < rows, other=0.0)
-            relative = tl.abs(g) * inverse[:, None]
+            relative = g * inverse[:, None]
+            # Negative is only the entry of a target that several tokens share.
+            relative = tl.where(relative < 0.0, float("inf"), relative)
             tops = tl.maximum(tops, relative)
             # NaN > eps is false: NaN reaches the sum, while a maximum may ignore it. Larger ones could overflow.
             sums += tl.where(relative > eps, 0.0, relative)
-            if target is not None:
-                column = tl.load(target + r, mask=r < rows, other=-1) - first_entry - tile * _TILE
-                is_shared = tl.load(unshared + r, mask=r < rows, other=1) == 0
-                # A token whose coefficient is 0 has no unit. Its shared target does not make the tile active.
-                has_unit = (inverse > 0.0) & (inverse < _FINITE)
-                marked = tl.maximum(marked, ((column >= 0) & (column < _TILE) & is_shared & has_unit).to(tl.int32))
             tl.store(of_tile + lane, tl.sum(g, 1).to(masses.dtype.element_ty), mask=r < rows)
         of_entries = tl.sum(sums, 0)
         total = tl.sum(of_entries, 0)
-        is_known = (total == total) & (tl.max(marked, 0) == 0)
-        top = tl.where(is_known, tl.max(tl.max(tops, 0), 0), float("inf"))
+        top = tl.where(total == total, tl.max(tl.max(tops, 0), 0), float("inf"))
         tl.store(largest + block * tiles + tile, top)
         of_entries = tl.where(top > eps, 0.0, of_entries)
         tl.store(column_sums + block * (tiles.to(tl.int64) * _TILE) + c, of_entries)
@@ -251,10 +241,10 @@ def sparse_product(
 class FilteredGradient:
     """As :class:`parallel_lce.backends.triton_backward.Slice`, but reads the active tiles of a slice alone."""
 
-    def __init__(self, gradient: Tensor, inverse_units: Tensor, eps: float, targets: Targets, first: int) -> None:
-        """Of ``gradient [R, C]``, whose row stride is a multiple of 8 elements. A probability is ``|gradient| *
-        inverse_units``. ``inverse_units [R]`` fp32, finite; 0 for a token without a unit. ``first``: id of the first
-        entry. Tiles with NaN, or with the shared target of a token that has a unit, are active."""
+    def __init__(self, gradient: Tensor, inverse_units: Tensor, eps: float) -> None:
+        """Of ``gradient [R, C]``, whose row stride is a multiple of 8 elements. A probability is ``gradient *
+        inverse_units``. ``inverse_units [R]`` fp32, finite; 0 for a token without a unit. Tiles with NaN, or with a
+        negative one, are active."""
         rows, entries = gradient.shape
         row_blocks, tiles = -(-rows // TILE), -(-entries // TILE)
         self._gradient = gradient
@@ -264,8 +254,8 @@ class FilteredGradient:
         # [tiles, R], rows 16 bytes aligned: m, 0 where the tile is active
         self._masses = gradient.new_empty(tiles, -(-rows // 8) * 8)[:, :rows]
         results = largest, self._masses, column_sums
-        sizes = rows, entries, gradient.stride(0), self._masses.stride(0), row_blocks, first
-        given = gradient, inverse_units, *results, targets, float(eps), *sizes
+        sizes = rows, entries, gradient.stride(0), self._masses.stride(0), row_blocks
+        given = gradient, inverse_units, *results, float(eps), *sizes
         grid = tiles, -(-row_blocks // _SCANNED.value)
         lce_backward_scan.launch(grid, *given, MASKED=entries % TILE != 0, num_warps=_WARPS)
         shares = column_sums.sum(0).view(tiles, TILE)

@@ -52,20 +52,9 @@ class TileLists(NamedTuple):
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def lce_backward_scan(
-    gradient,
-    inverse_units,
-    largest,
-    masses,
-    column_sums,
-    eps,
-    rows,
-    entries,
-    stride,
-    masses_stride,
-    blocks,
-    MASKED: tl.constexpr,
+    gradient, inverse_units, largest, masses, column_sums, eps, rows, entries, stride, masses_stride, blocks
 ):
-    """One program scans a block of entries in several row blocks. ``MASKED``: the last block of entries is not full."""
+    """One program scans a block of entries in several row blocks."""
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     c = tile * _TILE + tl.arange(0, _TILE)
     first = tl.program_id(1) * _SCANNED
@@ -80,9 +69,7 @@ def lce_backward_scan(
             # Reads up to the end of the last entry's 16-byte granule, so that all loads are of whole granules.
             inside = (r < rows)[:, None] & (c < tl.cdiv(entries, 8) * 8)[None, :]
             g = tl.load(gradient + r.to(tl.int64)[:, None] * stride + c[None, :], mask=inside, other=0.0)
-            if MASKED:
-                g = tl.where((c < entries)[None, :], g, 0.0)
-            g = g.to(tl.float32)
+            g = tl.where((c < entries)[None, :], g, 0.0).to(tl.float32)
             inverse = tl.load(inverse_units + r, mask=r < rows, other=0.0)
             relative = g * inverse[:, None]
             # Negative is only the entry of a target that several tokens share.
@@ -257,7 +244,7 @@ class FilteredGradient:
         sizes = rows, entries, gradient.stride(0), self._masses.stride(0), row_blocks
         given = gradient, inverse_units, *results, float(eps), *sizes
         grid = tiles, -(-row_blocks // _SCANNED.value)
-        lce_backward_scan.launch(grid, *given, MASKED=entries % TILE != 0, num_warps=_WARPS)
+        lce_backward_scan.launch(grid, *given, num_warps=_WARPS)
         shares = column_sums.sum(0).view(tiles, TILE)
         # [tiles * 128] fp32: q
         self._shares = torch.nn.functional.normalize(shares, p=1.0, dim=1, eps=_TINY).flatten()

@@ -236,7 +236,7 @@ def test_a_filter_that_would_skip_little_is_left_out(options, slices, device, mo
     found, walked = [], []
     for t in [[*unsure, target]] * 3 + [sure] * 3:
         loss = linear_cross_entropy(*t, gradient_filter=0.5 / sizes[1], **options).sum()
-        with mock.patch.object(form, "FilteredGradient", wraps=form.FilteredGradient) as products:
+        with mock.patch.object(form, "FilteredSlice", wraps=form.FilteredSlice) as products:
             walked = [torch.autograd.grad(loss, t[:2], retain_graph=True) for _ in range(1 + (len(found) == 1))]
         found.append("F" if products.call_count else "-")
         assert len(found) != 2 or products.call_count == (4 if options else 3)  # slices

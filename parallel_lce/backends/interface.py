@@ -113,9 +113,8 @@ class BackwardTask(NamedTuple):
     # Selected entries, relative to the shard, with their logits, and their terms of the gradient of the projection's
     # output, which are added before it is rounded.
     selection: Selection | None = None
-    # ``filter(piece, gradient, dx_factor)``: what multiplies a slice ``gradient`` by ``add_hidden`` and ``add_weight``;
-    # None: it is multiplied whole. ``piece``: the backend's, which formed it. ``dx_factor [R]``: of its rows in dX;
-    # None: 1. Only without gamma, delta, epsilon and ``selection``, for a backend with slices.
+    # ``filter(piece, vocab_slice)``: the slice of a piece, or one that multiplies less. None: all are multiplied whole.
+    # Only without gamma, delta, epsilon and ``selection``, for a backend with slices.
     filter: Callable[..., Any] | None = None
 
     def of_rows(self, rows: slice) -> BackwardTask:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,26 +66,20 @@ class Slice:
     dx_factor: Tensor | None
     # [R] factors of the rows of x in gradient.T @ x; None: 1
     dw_factor: Tensor | None
-    # None: ``gradient`` is multiplied whole.
-    products: Any
+    # Whether ``gradient`` is multiplied whole.
+    whole: bool = True
 
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
-        """``total += gradient[rows] @ weight[start:stop]``, or ``=``. ``weight``: the shard's. ``total``: fp32; without
-        ``products``, with ``overwrite``, also of lower precision."""
+        """``total += gradient[rows] @ weight[start:stop]``, or ``=``. ``weight``: the shard's. ``total``: fp32; of a
+        ``whole`` slice, with ``overwrite``, also of lower precision."""
         weight = some_rows(weight, self.start, self.stop)
-        if self.products is None:
-            accumulate(total, some_rows(self.gradient, rows.start, rows.stop), weight, overwrite=overwrite)
-        else:
-            self.products.add_hidden(total, weight, rows, overwrite)
+        accumulate(total, some_rows(self.gradient, rows.start, rows.stop), weight, overwrite=overwrite)
 
     def add_weight(self, total: Tensor, x: Tensor, entries: slice, overwrite: bool) -> None:
         """``total += gradient[:, entries].T @ x``, or ``=``. ``total``: fp32, or of lower precision with
         ``overwrite``."""
-        if self.products is None:
-            gradient = some_rows(self.gradient.transpose(0, 1), entries.start, entries.stop)
-            accumulate(total, gradient, x, overwrite=overwrite)
-        else:
-            self.products.add_weight(total, x, entries, overwrite)
+        gradient = some_rows(self.gradient.transpose(0, 1), entries.start, entries.stop)
+        accumulate(total, gradient, x, overwrite=overwrite)
 
     def column_sum(self, dtype: torch.dtype) -> Tensor:
         """``gradient.T @ dw_factor``, in ``dtype``. A factor of low precision would be rounded, so it is two."""
@@ -157,8 +150,8 @@ class Piece:
             write_targets(gradient, start, self.targets, self.terms.fp16_scale)
         if task.selection is not None:
             write_selected(gradient, start, task.selection, self.target, self.terms)
-        products = None if task.filter is None else task.filter(self, gradient, dx_factor)
-        return Slice(start, stop, gradient, dx_factor, dw_factor, products)
+        vocab_slice = Slice(start, stop, gradient, dx_factor, dw_factor)
+        return vocab_slice if task.filter is None else task.filter(self, vocab_slice)
 
     def _recompute(self, start: int, stop: int) -> Tensor:
         gradient = self._memory(start, stop)
@@ -301,7 +294,7 @@ class BlockBackward:
         self._dx_written = True
         dx = dx[piece.rows] if len(self._pieces) > 1 else dx
         plain = vocab_slice.dx_factor is None and piece.fp16_unscale is None and piece.target is None
-        if plain and vocab_slice.products is None:
+        if plain and vocab_slice.whole:
             vocab_slice.add_hidden(dx, self._projection.weight, slice(0, dx.shape[0]), overwrite=True)
             return
         rows = PRODUCT_BYTES // (4 * dx.shape[1]) // _ROWS * _ROWS or _ROWS

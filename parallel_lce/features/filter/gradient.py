@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.triton_backward import Piece
+from parallel_lce.backends.triton_backward import Piece, Slice
 from parallel_lce.core.memory import HostNumber
-from parallel_lce.features.filter.tiles import FilteredGradient, multiplies
+from parallel_lce.features.filter.tiles import FilteredSlice, multiplies
 
 # Measured on an H200. Fewest flops of a slice's two products that are filtered. The search for the active tiles of a
 # smaller slice takes the host longer than exact products take the GPU.
@@ -77,22 +77,22 @@ class CallFilter:
         self._filters: bool | None = None
         self._counts: list[tuple[HostNumber, int]] | None = None
 
-    def __call__(self, piece: Piece, gradient: Tensor, dx_factor: Tensor | None) -> FilteredGradient | None:
-        x, weight, real = piece.x, piece.projection.weight, piece.projection.real_rows
+    def __call__(self, piece: Piece, vocab_slice: Slice) -> Slice:
+        x, weight, real, gradient = piece.x, piece.projection.weight, piece.projection.real_rows, vocab_slice.gradient
         if not (is_large(gradient.numel(), x.shape[1]) and multiplies(gradient, x, weight)):
-            return None
+            return vocab_slice
         # A captured CUDA graph repeats its kernels. There every backward is filtered, and none is counted.
         captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
         if self._filters is None:
             kind = weight.shape[1], weight.device, weight.dtype, real, round(math.log2(self._eps))
             self._filters, self._counts = (True, None) if captured else choice_for(*kind).begin()
         if not self._filters:
-            return None
-        products = FilteredGradient(gradient, _inverse_units(piece, dx_factor), self._eps)
+            return vocab_slice
+        filtered = FilteredSlice(vocab_slice, _inverse_units(piece, vocab_slice.dx_factor), self._eps)
         if self._counts is not None and not captured:
-            numbers, counts = products.of_rows
+            numbers, counts = filtered.of_rows
             self._counts.append((HostNumber(counts.sum()), numbers.numel()))
-        return products
+        return filtered
 
 
 def _inverse_units(piece: Piece, dx_factor: Tensor | None) -> Tensor:

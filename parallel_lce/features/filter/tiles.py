@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate, matmul
+from parallel_lce.backends.triton_backward import Slice
+from parallel_lce.core.memory import some_rows
 from parallel_lce.kernels.arithmetic import add_product
 from parallel_lce.kernels.launch import Relaunched, addressable, descriptor, next_power_of_2
 
@@ -225,16 +227,16 @@ def sparse_product(
     lce_backward_sparse_product.launch(grid, *operands, total, ordered, rank_one or (None, None), *sizes, **kind)
 
 
-class FilteredGradient:
-    """As :class:`parallel_lce.backends.triton_backward.Slice`, but reads the active tiles of a slice alone."""
+class FilteredSlice(Slice):
+    """A slice of which the products read the active tiles alone."""
 
-    def __init__(self, gradient: Tensor, inverse_units: Tensor, eps: float) -> None:
-        """Of ``gradient [R, C]``, whose row stride is a multiple of 8 elements. A probability is ``gradient *
-        inverse_units``. ``inverse_units [R]`` fp32, finite; 0 for a token without a unit. Tiles with NaN, or with a
-        negative one, are active."""
-        rows, entries = gradient.shape
+    def __init__(self, whole: Slice, inverse_units: Tensor, eps: float) -> None:
+        """Of a slice whose row stride is a multiple of 8 elements. A probability is ``gradient * inverse_units``.
+        ``inverse_units [R]`` fp32, finite; 0 for a token without a unit. Tiles with NaN, or with a negative one, are
+        active."""
+        super().__init__(whole.start, whole.stop, whole.gradient, whole.dx_factor, whole.dw_factor, whole=False)
+        gradient, (rows, entries) = whole.gradient, whole.gradient.shape
         row_blocks, tiles = -(-rows // TILE), -(-entries // TILE)
-        self._gradient = gradient
         largest = gradient.new_empty(row_blocks, tiles, dtype=torch.float32)
         # Sums of |G| u over the tokens of a row block, 0 where the tile is active.
         column_sums = gradient.new_empty(row_blocks, tiles * TILE, dtype=torch.float32)
@@ -253,13 +255,14 @@ class FilteredGradient:
         self._spread: Tensor | None = None  # S [tiles, D] fp32
 
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
-        """``weight``: the slice's rows. ``rows`` begin at a multiple of 128."""
+        """``rows`` begin at a multiple of 128."""
+        weight = some_rows(weight, self.start, self.stop)
         (tiles, _), (entries, hidden_size) = self._masses.shape, weight.shape
         centroids, grid = weight.new_empty(tiles, hidden_size), (tiles, -(-hidden_size // _HIDDEN.value))
         sizes = entries, hidden_size, weight.stride(0)
         lce_backward_centroids.launch(grid, weight, self._shares, centroids, *sizes, num_warps=2)
         accumulate(total, self._masses.t()[rows], centroids, overwrite=overwrite)
-        sparse_product(total, self._gradient[rows], weight, self.of_rows.of_blocks(rows), transposed=False, add=True)
+        sparse_product(total, self.gradient[rows], weight, self.of_rows.of_blocks(rows), transposed=False, add=True)
 
     def add_weight(self, total: Tensor, x: Tensor, entries: slice, overwrite: bool) -> None:
         """``entries`` begin at a multiple of 128. All calls have the same ``x``."""
@@ -267,5 +270,5 @@ class FilteredGradient:
             self._spread = matmul(self._masses, x)
         lists = self._of_entries.of_blocks(entries)
         estimate = self._shares[entries], self._spread[entries.start // TILE :]
-        gradient = self._gradient[:, entries]
+        gradient = self.gradient[:, entries]
         sparse_product(total, gradient, x, lists, transposed=True, add=not overwrite, rank_one=estimate)

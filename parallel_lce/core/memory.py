@@ -4,7 +4,6 @@ number to the host."""
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,28 +79,16 @@ def device_without_autocast(tensor: Tensor) -> AbstractContextManager:
     return entered
 
 
-# Of each CUDA device, by its number.
-_streams: dict[int, torch.cuda.Stream] = {}
-
-
 class HostNumber:
     """Starts to copy ``number``, 0-dimensional, of an integer dtype. From a CUDA device it is copied to pinned memory,
-    on a stream of its own, behind what the current stream has to do by now. On a CPU nothing is copied. Not in a
-    captured CUDA graph."""
+    on the current stream. On a CPU nothing is copied. Not in a captured CUDA graph."""
 
     def __init__(self, number: Tensor) -> None:
-        # Lives as long as the copy may read it.
-        self._number = self._copy = number
-        self._copied: Any = None
+        self._copy, self._copied = number, None
         if number.is_cuda:
-            stream = _streams.get(number.get_device())
-            if stream is None:
-                stream = _streams[number.get_device()] = torch.cuda.Stream(number.device)
-            stream.wait_event(torch.cuda.current_stream(number.device).record_event())
-            with torch.cuda.stream(stream):
-                self._copy = torch.empty((), dtype=number.dtype, device="cpu", pin_memory=True)
-                self._copy.copy_(number, non_blocking=True)
-                self._copied = stream.record_event()
+            self._copy = torch.empty((), dtype=number.dtype, device="cpu", pin_memory=True)
+            self._copy.copy_(number, non_blocking=True)
+            self._copied = torch.cuda.current_stream(number.device).record_event()
 
     def read(self) -> int:
         """The number. Waits until the device has copied it."""

@@ -36,6 +36,7 @@ from parallel_lce.kernels.token_gradients import (
     Saved,
     Targets,
     add_targets,
+    rewrite_rows,
     scale_and_add_targets,
     token_gradients,
     write_targets,
@@ -133,6 +134,11 @@ class Piece:
             gradient = saved.exponentials if saved.exponentials.shape[1] == stop else saved.exponentials[:, :stop]
         else:
             saved, gradient = None, self._recompute(start, stop)
+        if saved is not None and self._rewrite:
+            rewrite_rows(gradient, saved, self.terms, window_of(saved, real))
+            saved = None
+        if task.selection is not None:
+            write_selected(gradient, start, task.selection, self.terms)
         dx_factor = dw_factor = None
         if start == 0 and (saved is not None or self.target is not None):
             self.targets, dx_factor, dw_factor = token_gradients(
@@ -143,13 +149,10 @@ class Piece:
                 entries=real,
                 window=1 if saved is None else window_of(saved, real),
                 find_shared=task.dweight is not None or task.dbias is not None,
-                rewrite=self._rewrite,
                 selected=task.selection is not None,
             )
         elif self.target is not None:
             write_targets(gradient, start, self.targets, self.terms.fp16_scale)
-        if task.selection is not None:
-            write_selected(gradient, start, task.selection, self.target, self.terms)
         vocab_slice = Slice(start, stop, gradient, dx_factor, dw_factor)
         return vocab_slice if task.filter is None else task.filter(self, vocab_slice)
 

@@ -94,7 +94,7 @@ def lce_forward_selected_logits(
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "first", "slice_entries"])
-def lce_backward_write_selected(gradient, selection, values, logits, target, terms, rows, slice_entries, stride, first):
+def lce_backward_write_selected(gradient, selection, values, logits, terms, rows, slice_entries, stride, first):
     token = tl.program_id(0)
     ids, begin, end = selection
     coefficients, partial = terms.coefficients, terms.partial
@@ -107,15 +107,10 @@ def lce_backward_write_selected(gradient, selection, values, logits, target, ter
     base = finite_base(tl.load(partial + token))
     sum_exp = tl.load(partial + rows + token)
     alpha = tl.load(coefficients.alpha + token)
-    # The target's entry is written already: its column is skipped.
-    target_column = -1
-    if target is not None:
-        column = tl.load(target + token) - first
-        target_column = tl.where((column >= 0) & (column < slice_entries), column, -1).to(tl.int32)
     for here in range(start, stop, _STEP):
         e = here + tl.arange(0, _STEP)
         entry_id = _columns(ids, e, stop, first, slice_entries).to(tl.int32)
-        hit = (entry_id >= 0) & (entry_id != target_column)
+        hit = entry_id >= 0
         # An id may be selected several times. Each of its entries writes the same number, with the values of all.
         total = tl.zeros((_STEP,), tl.float32)
         for there in range(start, stop, _STEP):
@@ -214,20 +209,16 @@ def selected_logits(
     lce_forward_selected_logits.launch((rows,), *operands, *sizes, WINDOW=product.tile.entries, **tile)
 
 
-def write_selected(
-    gradient: torch.Tensor, first: int, selection: Selection, target: torch.Tensor | None, terms: GradientTerms
-) -> None:
+def write_selected(gradient: torch.Tensor, first: int, selection: Selection, terms: GradientTerms) -> None:
     """Add the selected entries' terms to ``gradient [R, C]``, whose columns are the shard's entries from ``first`` on.
-    The entries of ``target [R]`` are not changed.
+    Those of targets are written later.
 
     For a confident token, term and gradient are large and nearly cancel. So the entry is formed anew in fp32 from its
     logit, added to the term, and rounded once.
     """
     (rows, slice_entries), stride = gradient.shape, gradient.stride(0)
     of_entries = selection[:3], selection.gradient, selection.logits
-    lce_backward_write_selected.launch(
-        (rows,), gradient, *of_entries, target, terms, rows, slice_entries, stride, first
-    )
+    lce_backward_write_selected.launch((rows,), gradient, *of_entries, terms, rows, slice_entries, stride, first)
 
 
 def selected_rows(selection: Selection, source: torch.Tensor, out: torch.Tensor) -> None:

@@ -524,25 +524,18 @@ def token_gradients(
     entries: int,
     window: int,
     find_shared: bool,
-    rewrite: bool,
     selected: bool,
 ) -> TokenGradients:
     """Prepare the rows of G and write the targets' entries into it.
 
     ``gradient [R, C]``: G of the shard's first entries, recomputed, or the exponentials of ``saved`` from a forward
     with windows of ``window`` entries. The shard has ``entries``. G contains the scales, the soft-cap's slope and
-    ``fp16_scale``. Its rows are still to be multiplied by ``dx_factor``. ``rewrite``: rewrite every row, so that there
-    are no factors.
+    ``fp16_scale``. Its rows are still to be multiplied by ``dx_factor``.
 
-    ``target [R]``: of :class:`Targets`, or None. ``find_shared``: compare every token's target with all others'.
-    ``selected``: selected entries are written later.
+    ``target [R]``: of :class:`Targets`; with ``saved`` it may be None. ``find_shared``: compare every token's target
+    with all others'. ``selected``: G has selected entries.
     """
-    if saved is not None and rewrite:
-        rewrite_rows(gradient, saved, terms, window)
-        saved = None
     keeps_rows, has_target, rows, device = saved is not None, target is not None, gradient.shape[0], gradient.device
-    if not keeps_rows and not has_target:
-        return TokenGradients(Targets(), None, None)
     residual, unshared = empty_if(has_target, rows, device), empty_if(has_target, rows, device, torch.uint8)
     outputs = TokenGradients(
         Targets(target, residual, unshared),

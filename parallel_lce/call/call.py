@@ -33,17 +33,9 @@ class LossFunction:
     run: Callable[..., Any]
     # [N] each, by the names that the function gives them.
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    # What it raised first.
-    failure: Exception | None = None
-
-    def raise_failure(self) -> None:
-        """Raise what the function raised: after the call's collectives, for which the other ranks may wait."""
-        failure, self.failure = self.failure, None
-        try:
-            if failure is not None:
-                raise failure
-        finally:
-            del failure  # which its traceback would keep alive, with the call's tensors
+    # What it raised first, which is raised after the call's collectives, for which the other ranks may wait. In a list:
+    # its traceback would keep a variable of the function that raises it alive, and with it the call's tensors.
+    failures: list[Exception] = field(default_factory=list)
 
 
 class Call(NamedTuple):

@@ -79,10 +79,10 @@ def fused_token_loss(
     total = function_of(call).apply(*inputs, call._replace(loss_function=function, values=flat))
     # A second backward fills new ones.
     metrics, function.metrics = {name: metric.view(call.shape) for name, metric in function.metrics.items()}, {}
-    if function.failure is not None:
-        reason = f"loss raised {type(function.failure).__name__}: {function.failure}"
+    if function.failures:
+        reason = f"loss raised {type(function.failures[0]).__name__}: {function.failures[0]}"
         debug.report_refusal(layout, RuntimeError(reason))
-    function.raise_failure()
+        raise function.failures.pop()
     if debug.enabled() and layout.ranks > 1:
         compared = {"the metrics of loss": [*metrics], "the loss": total}
         compared |= {f"the metric {name!r} of loss": metric for name, metric in metrics.items()}

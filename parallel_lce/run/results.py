@@ -140,7 +140,7 @@ def of_tokens(call: Call, merged: Merged, found: Any, block: Block) -> tuple[Ten
     try:
         losses, metrics, upstream = _of_function(call, function.run, found)
     except Exception as failure:
-        function.failure = function.failure or failure
+        function.failures = function.failures or [failure]
         losses = torch.full_like(merged.partial[MAX], torch.nan)
         return losses, Coefficients(losses)
     coefficients = of_statistics(call, merged.partial, found["vocab_size"], upstream)

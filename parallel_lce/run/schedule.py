@@ -314,8 +314,8 @@ class AccumulatedLoss(torch.autograd.Function):
         gradients = ctx.gradients.pop() if ctx.gradients else None
         if gradients is None:
             _, gradients = accumulate(call, *inputs)
-            if call.loss_function is not None:
-                call.loss_function.raise_failure()
+            if call.loss_function is not None and call.loss_function.failures:
+                raise call.loss_function.failures.pop()
         scaled = call.backend.scaled
         return *[g if g is None else scaled(g, upstream, t.dtype) for g, t in zip(gradients, inputs)], None
 

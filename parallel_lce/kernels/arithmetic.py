@@ -14,12 +14,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.experimental.gluon import language as gl
 from triton.language.extra import libdevice
-
-try:
-    from triton.experimental.gluon import language as gl
-except ImportError:
-    gl = None
 
 from parallel_lce.core.partials import NEAR, ONE_LARGE_ENTRY
 from parallel_lce.kernels.launch import interpreted

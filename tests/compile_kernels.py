@@ -64,6 +64,7 @@ from parallel_lce import backends
 from parallel_lce.kernels import launch, product
 
 backends._name = lambda *given: "triton"
+launch._launch_of = lambda *given: lambda *given: None
 launch.generation = product.generation = lambda device: CAPABILITY // 10
 product.num_sms = lambda device: 132
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

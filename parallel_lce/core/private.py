@@ -126,6 +126,11 @@ def accumulates(leaf_node: Any) -> bool:
         return False
 
 
+# --- launches ---
+
+# Launches kernels that Triton has compiled, for torch.compile. None where torch has no CUDA.
+torch_launcher: Any = getattr(_torch._C, "_StaticCudaLauncher", None)
+
 # --- tensors ---
 
 # A tensor of a subclass, without memory; and what makes C++ code that asks for its address raise, not read from 0.

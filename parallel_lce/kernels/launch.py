@@ -3,20 +3,30 @@
 Triton finds a launch's compiled kernel from a description of all arguments, and asks the driver about every pointer.
 This takes longer than the launch itself, and longer than the GPU's work on a small vocabulary shard.
 :class:`Relaunched` describes only the properties for which Triton compiles: dtypes, alignment, which integers are 1 or
-divisible by 16, and constants. It passes pointers as numbers."""
+divisible by 16, and constants. It passes pointers as numbers.
+
+PyTorch's launcher of Triton's kernels runs them, but for those with TMA descriptors, which it does not know. Triton's
+own needs a compilation by gcc for each kernel in Triton 3.6, together two seconds of a first call."""
 
 from __future__ import annotations
 
 import functools
 import os
 import threading
+from collections.abc import Callable, Iterable
+from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from parallel_lce.core.private import torch_launcher
 from parallel_lce.kernels.tuning import MOST_HIDDEN_BYTES, MOST_ROW_BLOCKS, MOST_WAVES, ROW_BLOCKS
+
+# Types of arguments, as Triton and as PyTorch's launcher of Triton's kernels name them.
+_LETTERS = {"i32": "i", "i64": "l", "u64": "K", "fp32": "f"}
 
 
 @functools.cache
@@ -84,15 +94,14 @@ class Relaunched:
     """A ``triton.jit`` or ``gluon.jit`` function that remembers its compiled kernels.
 
     Constants and options are passed by name, all other arguments by position. The first argument is a tensor, a tuple
-    that begins with a tensor, or a descriptor; its device must be the current one. From a kernel's second launch on,
-    Triton's hooks and knobs have no effect, and addresses of other devices are not detected.
+    that begins with a tensor, or a descriptor; its device must be the current one. Triton's hooks and knobs have no
+    effect, and addresses of other devices are not detected.
     """
 
     def __init__(self, function) -> None:
         self._function = function
-        # Compiled kernels, each loaded for one device, with what a launch needs: the functions of Triton that launch it
-        # and that find the current stream, the handle of the driver, metadata, and constants.
-        self._compiled: dict[tuple, tuple] = {}
+        # Launches of compiled kernels, each loaded for one device.
+        self._compiled: dict[tuple, Callable[[tuple[int, int, int], list], None]] = {}
         # Triton's cache of compiled kernels has none: of two threads one may find a kernel that is not loaded yet.
         self._lock = threading.Lock()
 
@@ -104,30 +113,60 @@ class Relaunched:
         device = getattr(first, "base", first).get_device()
         described: list = [device, *constants, *constants.values()]
         values = _describe(arguments, described)
+        if interpreted():
+            return self._function[grid](*arguments, **constants)
         key = tuple(described)
         known = self._compiled.get(key)
         if known is None:
             with self._lock:
                 known = self._compiled.get(key)
                 if known is None:
-                    return self._compile(key, grid, arguments, constants)
-        _, run, stream, function, metadata, last = known
-        x, y, z = (*grid, 1, 1)[:3]
-        # The three None: launch metadata, and the hooks on entry and exit.
-        run(x, y, z, stream(device), function, metadata, None, None, None, *values, *last)
+                    # Triton 3.10 changes a default: whether a product and a sum are fused into one instruction.
+                    compiled = self._function.warmup(*arguments, **constants, grid=grid, enable_fp_fusion=True)
+                    last = [constants[name] for name in self._function.arg_names[len(arguments) :]]
+                    known = self._compiled[key] = _launch_of(compiled, device, last)
+        known((*grid, 1, 1)[:3], values)
 
-    def _compile(self, key: tuple, grid: tuple[int, ...], arguments: tuple, constants: dict) -> None:
-        """Launch through Triton, which compiles the kernel; in its interpreter it does not."""
-        # Triton 3.10 changes the default: whether a product and a sum are fused into one instruction.
-        compiled = self._function[grid](*arguments, **constants, enable_fp_fusion=True)
-        if not hasattr(compiled, "packed_metadata"):
-            return
-        from triton.runtime import driver
 
-        stream = driver.active.get_current_stream
-        last = tuple(constants[name] for name in self._function.arg_names[len(arguments) :])
+def _launch_of(compiled: Any, device: int, constants: list) -> Callable[[tuple[int, int, int], list], None]:
+    """A function that launches the kernel on a grid with the arguments of :func:`_describe`."""
+    from triton.runtime import driver
+
+    stream, metadata = driver.active.get_current_stream, compiled.metadata
+    types = _flat(compiled.src.signature.values())
+    letters = ["O" if type.startswith("*") else _LETTERS.get(type) for type in types if type != "constexpr"]
+    if torch_launcher is None or None in letters:
         # Triton unloads a kernel when ``compiled`` is freed.
-        self._compiled[key] = compiled, compiled.run, stream, compiled.function, compiled.packed_metadata, last
+        run, packed = compiled.run, compiled.packed_metadata
+
+        def by_triton(grid: tuple[int, int, int], values: list) -> None:
+            # The three None: launch metadata, and the hooks on entry and exit.
+            run(*grid, stream(device), compiled.function, packed, None, None, None, *values, *constants)
+
+        return by_triton
+
+    path = next(path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
+    function, *_ = torch_launcher._load_kernel(path, metadata.name, metadata.shared, device)
+    launch, sizes = torch_launcher._launch_kernel, (metadata.num_warps, metadata.shared)
+    is_passed, passed = [type != "constexpr" for type in types], "".join(letters) + "OO"
+
+    def by_torch(grid: tuple[int, int, int], values: list) -> None:
+        # The two None: memory of Triton's, of which these kernels need none.
+        arguments = (*compress(_flat(values), is_passed), None, None)
+        launch(function, *grid, *sizes, passed, arguments, stream(device))
+
+    return by_torch
+
+
+def _flat(values: Iterable) -> list:
+    """The values, and those in tuples, in order."""
+    flat = []
+    for value in values:
+        if isinstance(value, tuple):
+            flat += _flat(value)
+        else:
+            flat.append(value)
+    return flat
 
 
 def _describe(arguments: tuple, described: list) -> list:

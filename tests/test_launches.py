@@ -7,9 +7,9 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -166,7 +166,6 @@ def test_a_launch_of_the_same_kind_is_not_described_to_triton_again(first, secon
         ({}, dict(number=1)),
         ({}, dict(number=16)),
         ({}, dict(number=2**31 + 1)),
-        (dict(number=2**31 + 1), dict(number=2**63 + 1)),
         ({}, dict(bias=torch.zeros(8))),
         (dict(bias=(X, None)), dict(bias=(None, X))),
         ({}, dict(BLOCK=64, num_warps=4)),
@@ -191,26 +190,27 @@ def test_plain_tensors_alone_are_passed_as_addresses(driver):
     assert (recorder.compiled, len(recorder.again)) == (1, 2)
     with pytest.raises(ValueError, match="no kernel can read a TwoTensor"):
         launched(kernel, TwoTensor(X, X))
-    with pytest.raises(TypeError, match="a str is no argument of a kernel"):
-        launched(Relaunched(recorder), bias="text")
 
 
-def test_threads_compile_a_kernel_once_and_hold_it(driver):
-    """Triton unloads a compiled kernel when it is freed, and two threads would compile it twice."""
+def test_triton_launches_in_one_thread_at_a_time_and_its_kernel_is_held(driver):
+    """Triton unloads a compiled kernel when it is freed, and a second thread would find it before it is loaded."""
 
     class Slow(Recorder):
+        within = 0
+
         def warmup(self, *arguments, **constants):
+            self.within += 1
             time.sleep(0.02)
+            assert self.within == 1
+            self.within = 0
             return super().warmup(*arguments, **constants)
 
     recorder = Slow()
     kernel = Relaunched(recorder)
-    threads = [threading.Thread(target=launched, args=(kernel,)) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert (recorder.compiled, len(recorder.again)) == (1, 4)
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(launched, kernel) for _ in range(4)]:
+            done.result()
+    assert len(recorder.again) == 4
     (known,) = kernel._compiled.values()
     assert inspect.getclosurevars(known).nonlocals["compiled"] is recorder
 

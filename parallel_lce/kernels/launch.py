@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from parallel_lce.core.private import torch_launcher
 from parallel_lce.kernels.tuning import MOST_HIDDEN_BYTES, MOST_ROW_BLOCKS, MOST_WAVES, ROW_BLOCKS
 
 # Types of arguments, as Triton and as PyTorch's launcher of Triton's kernels name them.
-_LETTERS = {"i32": "i", "i64": "l", "u64": "K", "fp32": "f"}
+_LETTERS = {"i32": "i", "i64": "l", "fp32": "f"}
 
 
 @functools.cache
@@ -93,16 +93,17 @@ def next_power_of_2(n: int) -> int:
 class Relaunched:
     """A ``triton.jit`` or ``gluon.jit`` function that remembers its compiled kernels.
 
-    Constants and options are passed by name, all other arguments by position. The first argument is a tensor, a tuple
-    that begins with a tensor, or a descriptor; its device must be the current one. Triton's hooks and knobs have no
-    effect, and addresses of other devices are not detected.
+    Constants and options are passed by name, all other arguments by position: tensors, descriptors, Python numbers,
+    None, and tuples of these. The first argument is a tensor, a tuple that begins with a tensor, or a descriptor; its
+    device must be the current one. Triton's hooks and knobs have no effect, and addresses of other devices are not
+    detected.
     """
 
     def __init__(self, function) -> None:
         self._function = function
         # Launches of compiled kernels, each loaded for one device.
         self._compiled: dict[tuple, Callable[[tuple[int, int, int], list], None]] = {}
-        # Triton's cache of compiled kernels has none: of two threads one may find a kernel that is not loaded yet.
+        # Of two threads one might find a kernel in Triton's cache that is not loaded yet.
         self._lock = threading.Lock()
 
     def launch(self, grid: tuple[int, ...], *arguments, **constants) -> None:
@@ -119,19 +120,15 @@ class Relaunched:
         known = self._compiled.get(key)
         if known is None:
             with self._lock:
-                known = self._compiled.get(key)
-                if known is None:
-                    # Triton 3.10 changes a default: whether a product and a sum are fused into one instruction.
-                    compiled = self._function.warmup(*arguments, **constants, grid=grid, enable_fp_fusion=True)
-                    last = [constants[name] for name in self._function.arg_names[len(arguments) :]]
-                    known = self._compiled[key] = _launch_of(compiled, device, last)
+                # Triton 3.10 changes a default: whether a product and a sum are fused into one instruction.
+                compiled = self._function.warmup(*arguments, **constants, grid=grid, enable_fp_fusion=True)
+                last = [constants[name] for name in self._function.arg_names[len(arguments) :]]
+                known = self._compiled[key] = _launch_of(compiled, device, last)
         known((*grid, 1, 1)[:3], values)
 
 
 def _launch_of(compiled: Any, device: int, constants: list) -> Callable[[tuple[int, int, int], list], None]:
     """A function that launches the kernel on a grid with the arguments of :func:`_describe`."""
-    from triton.runtime import driver
-
     stream, metadata = driver.active.get_current_stream, compiled.metadata
     types = _flat(compiled.src.signature.values())
     letters = ["O" if type.startswith("*") else _LETTERS.get(type) for type in types if type != "constexpr"]
@@ -178,25 +175,19 @@ def _describe(arguments: tuple, described: list) -> list:
         if argument is None or kind is float:
             described.append(kind)
         elif kind is int:
-            # Whether it is 1, whether it is divisible by 16, and, beyond 32 bits, its width.
+            # Whether it is 1, whether it is divisible by 16, and whether it has 32 bits.
             described.append(1 if argument == 1 else 2 if argument & 15 else 16)
-            if not -(2**31) <= argument < 2**31:
-                described.append(64 if argument < 2**63 else 65)
+            described.append(-(2**31) <= argument < 2**31)
         elif isinstance(argument, tuple):
             described += kind, len(argument)
             argument = tuple(_describe(argument, described))
         elif isinstance(argument, Tensor):
-            if kind is not Tensor and kind is not Parameter:
-                argument = argument.as_subclass(Tensor)
-                if type(argument) is not Tensor:
-                    raise ValueError(f"no kernel can read a {kind.__name__}, which has a __torch_dispatch__ of its own")
             address = argument.data_ptr()
-            # A tuple marks an address that is not 16 bytes aligned.
-            described.append((argument.dtype,) if address & 15 else argument.dtype)
+            if address == 0 and argument.numel():
+                raise ValueError(f"no kernel can read a {kind.__name__}, which has no memory")
+            described += argument.dtype, address & 15 == 0
             argument = address
-        elif hasattr(kind, "from_tensor"):
-            described += kind, argument.base.dtype, *argument.block_shape
         else:
-            raise TypeError(f"a {kind.__name__} is no argument of a kernel")
+            described += kind, argument.base.dtype, *argument.block_shape
         values.append(argument)
     return values

@@ -209,8 +209,8 @@ def _plan(call: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | No
     # The backward can work from what the forward saves. With a temperature per token, the caps are unknown to the host.
     cap = call.logit_map.softcap
     savable = cap is None or (tensors.temperature is None and cap <= _LARGEST_CAP.get(dtype, 0.0))
-    # From rounded exponentials small differences cannot be formed, and fp16 has no room for logits beside them.
-    savable &= dtype in backend.SAVED_DTYPES and not (dtype == torch.float16 and call.columns.differ)
+    # From fp16's exponentials the differences of entries cannot be formed.
+    savable &= dtype in backend.SAVED_DTYPES and not (dtype == torch.float16 and options.label_smoothing)
     problem = Problem(
         call.shape.numel(),
         NOMINAL_SHARD if size is None else -(-size // layout.ranks),

@@ -269,10 +269,13 @@ class Fused(torch.autograd.Function):
         exponentials = saved.exponentials if saved else None
         scratch_bytes = call.plan.scratch_bytes if saved else plan.SMALLEST_BLOCK
         sums = GradientSums(call, hidden, weight, bias, needs, len(blocks), scratch_bytes=scratch_bytes)
-        # An earlier backward has overwritten what was saved: all logits are recomputed, in that memory. In a list:
-        # compiled autograd loses an attribute that a backward sets.
+        _, _, gamma, delta, epsilon, *_ = coefficients
+        differs = not (gamma is delta is epsilon is None)
+        # If an earlier backward has overwritten what was saved, all logits are recomputed, in that memory; and in fp16,
+        # which has no room for logits beside exponentials, if their differences are needed. In a list: compiled
+        # autograd loses an attribute that a backward sets.
         consumed, ctx.consumed[0] = ctx.consumed[0], True
-        if saved and consumed:
+        if saved and (consumed or (differs and weight.dtype == torch.float16)):
             sums.scratch.adopt(saved.exponentials)
             saved = ()
         if len(blocks) > 1:

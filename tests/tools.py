@@ -100,8 +100,9 @@ def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
 
 
 def savable(dtype: str, device, backend: str = "") -> str:
-    """fp32 for bf16 on a CPU without Triton, which saves no exponentials of it."""
-    return "fp32" if dtype == "bf16" and torch.device(device).type == "cpu" and backend != "triton" else dtype
+    """fp32 for bf16 without Triton, where no exponentials of it are saved."""
+    by_default = "triton" if torch.device(device).type == "cuda" else "torch"
+    return "fp32" if dtype == "bf16" and (backend or by_default) == "torch" else dtype
 
 
 def planned() -> plan.Plan | None:

@@ -46,15 +46,18 @@ def is_unit(layer: nn.Module) -> bool:
     return isinstance(layer, FSDPModule) or hasattr(parameters_of(layer).get("weight"), "ds_id")
 
 
-# --- transformers, 5.24: the package of ForCausalLMLoss and of its helper ---
-TRANSFORMERS = {"transformers"}
+# --- transformers, 5.24: the package of ForCausalLMLoss and of its helper; Liger-Kernel, 0.8: that of its forwards ---
+TRANSFORMERS, LIGER = {"transformers"}, {"liger_kernel"}
+
+
+def is_of(packages: set[str], function: Any) -> bool:
+    return getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0] in packages
 
 
 @constant_in_graphs
 def is_causal_lm_loss(loss: Any) -> bool:
     both = loss, getattr(loss, "__globals__", {}).get("fixed_cross_entropy", loss)
-    homes = {getattr(each, "__globals__", {}).get("__name__", "").partition(".")[0] for each in both}
-    return getattr(loss, "__name__", None) == "ForCausalLMLoss" and homes <= TRANSFORMERS
+    return getattr(loss, "__name__", None) == "ForCausalLMLoss" and all(is_of(TRANSFORMERS, each) for each in both)
 
 
 # --- TRL, 1.16: the module of its autograd function; the module whose functions call it, and its name there ---

@@ -332,6 +332,8 @@ def patch(
     owner.__class__, vars(owner)[_DOOR] = _patched(kind), door
     for layer in layers:
         layer.__class__, vars(layer)[_DOOR] = fused_class(type(layer), Linear), door
+    if neighbours.is_of(neighbours.LIGER, inspect.unwrap(given or kind.forward)):
+        door.say("has Liger's forward, with a fused loss of its own")
     return model
 
 

@@ -227,6 +227,16 @@ def test_words_are_said_once_and_explain_says_them_again():
         model(**batch(1))
 
 
+def test_ligers_forward_is_said():
+    names = {"__name__": "liger_kernel.transformers.model.llama"}
+    exec("def lce_forward(self, input_ids, labels):\n    return {'loss': self.lm_head.weight.sum()}", names)
+    model = model_of("stand-in", "plain").train()
+    model.forward = types.MethodType(names["lce_forward"], model)
+    with pytest.warns(door.LogitsWarning, match="has Liger's forward"):
+        door.patch(model)
+    assert "Liger" in door.explain(model)
+
+
 @pytest.mark.parametrize("head", [nn.Linear, type("Derived", (nn.Linear,), {})])
 def test_a_second_patch_changes_the_options_and_unpatch_ends_them(head):
     model, own = model_of("stand-in", "plain").train(), model_of("stand-in", "plain").train()

@@ -166,8 +166,8 @@ _compiled = functools.partial(torch.compile, backend="eager")
 # What is done to a model, and what is said of it if that makes real logits in training.
 CHANGES = {
     "adapter": (lambda model: setattr(model, "output_layer", _Adapter(model.output_layer)), "'mul' of the output"),
-    "parametrization": (_double_weight, None),
-    "computed weight": (_compute_weight, None),
+    "parametrization": (_double_weight, "no parameter named weight"),
+    "computed weight": (_compute_weight, "weight is computed from its parameter"),
     "compiled": (lambda model: setattr(model, "output_layer", _compiled(model.output_layer)), None),
     "forward": (_replace_forward, "the loss gets real logits: leave the output layer's forward in place"),
     "_forward_impl": (_double_projection, "_forward_impl is not Megatron's own"),
@@ -176,7 +176,7 @@ CHANGES = {
     "broadcast": (lambda model: model.output_layer.register_forward_hook(_broadcast), "broadcast"),
     "another shape": (_resize, "is a Parameter [56, 32]; use a plain one of [48, 32]"),
     "a bias": (_with_a_bias, None),
-    "no sum": (lambda m: vars(m.output_layer).update(disable_grad_reduce=True, allreduce_dgrad=False), None),
+    "no sum": (lambda model: setattr(model.output_layer, "disable_grad_reduce", True), "disable_grad_reduce=False"),
     "stock": (lambda m: unfuse(m.output_layer) or vars(m.output_layer).pop("_parallel_lce", 0), "was replaced since"),
     "detached": (_detach(False), None),
     "detached and sharded": (_detach(True), "fully sharded"),

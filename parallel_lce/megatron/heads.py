@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, 
 from torch import Tensor
 
 from parallel_lce.call.checks import dispatches
-from parallel_lce.core.private import outside_graphs
+from parallel_lce.core.private import outside_graphs, parameters_of
 from parallel_lce.deferred import DeferredLogits, Source
 from parallel_lce.megatron.main_grad import keep_autograd_gradient
 from parallel_lce.megatron.settings import MARK, Fusion
@@ -29,7 +29,8 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Any, Tensor | None]:
         fusion: Fusion = vars(self)[MARK]
-        used, stock = self.weight if weight is None else weight, super().forward
+        own = parameters_of(self).get("weight")
+        used, stock = own if weight is None else weight, super().forward
 
         def real(hidden: Tensor, given: Tensor | None = weight) -> Any:
             keep_autograd_gradient(used)
@@ -38,9 +39,9 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
         is_chosen = fusion.settings.cross_entropy == "output_layer"
         # Who asks for gathered logits samples from them, maybe on one rank alone.
         wants_loss = fusion.wants_loss and is_chosen and not runtime_gather_output
-        if used is None or not (wants_loss or fusion.scoring):
+        if not (wants_loss or fusion.scoring):
             return real(input_)
-        if (reason := _why_real(self, used)) is not None:
+        if (reason := _why_real(self, own, used)) is not None:
             fusion.say(self.training, reason)
             return real(input_)
 
@@ -65,21 +66,27 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
         return logits, self.bias if self.skip_bias_add else None
 
 
-def _why_real(layer: Any, used: Any) -> str | None:
+def _why_real(layer: Any, own: Any, used: Any) -> str | None:
     """Why a call of an output layer must make real logits. The fused loss stands for Megatron's own functions alone.
-    ``used``: its own weight, or the one passed to it, which may be a detached view of that."""
+    ``used``: its ``own`` weight, or the one passed to it, which may be a detached view of that."""
     for owner, name in _PLACES:  # at each call, since a program may replace one later
         function = vars(owner).get(name)
         if function is not None and not is_megatrons(function):
             return f"{owner.__name__}.{name} is not Megatron's own; leave Megatron's in place"
     if not is_megatrons(layer._forward_impl):
         return "_forward_impl is not Megatron's own; leave Megatron's in place"
-    sharded = hasattr(used, "__fsdp_param__") or hasattr(layer.weight, "__fsdp_param__")
+    if used is None:
+        return "the output layer has no parameter named weight, and none is passed to it; fold parametrizations into it"
+    if used is own and layer.weight is not own:
+        return "the output layer's weight is computed from its parameter; pass it to the layer, or fold it in"
+    sharded = hasattr(used, "__fsdp_param__") or hasattr(own, "__fsdp_param__")
     if sharded or is_unit(layer) or getattr(layer, "gtp_remat_size", 1) > 1:
         return "the output weight is fully sharded, and not whole for the loss; use the distributed optimizer"
     expected = layer.output_size_per_partition, layer.input_size
     if used.shape != expected or dispatches(type(used)):
         return f"the output weight is a {type(used).__name__} {[*used.shape]}; use a plain one of {[*expected]}"
+    if getattr(layer, "disable_grad_reduce", False):
+        return "the output layer leaves the reduction of dX to others; build it with disable_grad_reduce=False"
     return None
 
 

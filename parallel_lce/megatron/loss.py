@@ -171,7 +171,6 @@ def run(
     layer, fusion = call.layer, vars(call.layer)[MARK]
     chosen = fusion.settings
     options = dict(given, **(logits.epilogue() or {}), sequence_parallel=call.whole is not None)
-    options["reduce_hidden_grad"] = call.whole is not None or layer.allreduce_dgrad or not layer.disable_grad_reduce
     options |= dict(reduce_dtype=chosen.reduce_dtype, vocab_size=chosen.vocab_size, logits_budget=chosen.logits_budget)
     if fusion.heads > 1:  # all calls keep saved memory until backward
         default = default_budget(call.hidden.device)

@@ -117,7 +117,7 @@ SELECTED = [
     ("selected", "must hold ids of an integer dtype, got torch.float32", torch.zeros(N, 2)),
     ("selected", r"must be ids of shape \[..., K\] for tokens of shape \[6\].*, got \[3, 2\]", OTHERS),
     ("selected_offsets", "is on meta", dict(selected=(IDS, torch.arange(N + 1).to("meta")))),
-    ("selected", "must be a tensor.* got NoneType", dict(selected=(None, IDS))),
+    ("selected", "must .* or a pair of ids and offsets, got NoneType and Tensor", dict(selected=(None, IDS))),
     ("selected", "must be a tensor.*got", dict(selected=(1, 2)), dict(selected="ids")),
 ]
 NO_TOKENS = dict(input=torch.zeros(0, D), target=IDS[:0], selected=(IDS, IDS[:1]))

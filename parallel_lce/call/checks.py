@@ -197,7 +197,6 @@ def dispatches(kind: type[Tensor]) -> bool:
 def _check_each(options: Options, tensors: Tensors) -> None:
     """Raise unless each is a plain tensor on the input's device, of a dtype that fits, or None if it is optional."""
     required = ("input", "linear_weight") + ("target",) * (options.kind == "loss")
-    required += ("selected",) * (tensors.selected_offsets is not None)
     for name, value in zip(Tensors._fields, tensors):
         if value is None and name not in required:
             continue

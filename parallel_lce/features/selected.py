@@ -21,10 +21,16 @@ from parallel_lce.core.partials import MAX, Merged
 from parallel_lce.core.plan import Block
 
 
-def ids_and_offsets(selected: Any) -> tuple[Any, Any]:
-    """Split the argument ``selected`` into ids and offsets; without offsets these are None."""
-    is_pair = isinstance(selected, (tuple, list)) and len(selected) == 2
-    return (selected[0], selected[1]) if is_pair else (selected, None)
+def ids_and_offsets(selected: object) -> tuple[Any, Tensor | None]:
+    """Split the argument ``selected`` into ids and offsets; without offsets these are None. Raises ``ValueError`` for a
+    pair that is not two tensors."""
+    if not isinstance(selected, (tuple, list)) or len(selected) != 2:
+        return selected, None
+    ids, offsets = selected
+    if not (isinstance(ids, Tensor) and isinstance(offsets, Tensor)):
+        given = f"{type(ids).__name__} and {type(offsets).__name__}"
+        raise ValueError(f"selected must be a tensor of ids, or a pair of ids and offsets, got {given}")
+    return ids, offsets
 
 
 class Selected(Feature):

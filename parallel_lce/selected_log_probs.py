@@ -109,14 +109,15 @@ class _LogProbs(torch.autograd.Function):
         logits = gather.extras.amax(0) + merged[TARGET] if layout.ranks > 1 else gather.extra
         log_probs = call.backend.log_softmax_of_sets(logits, selection)
         ctx.call = call
-        ctx.save_for_backward(hidden, weight, bias, logits, *call.tensors)
+        ctx.save_for_backward(hidden, weight, bias, *call.tensors, logits)
         return log_probs, vocab_size
 
     @staticmethod
     @function_backward
     def backward(ctx: Any, saved: tuple, upstream: Tensor, _: None):
-        hidden, weight, bias, logits = saved[:4]
-        call, upstream = ctx.call, in_memory(upstream).contiguous()
+        hidden, weight, bias, *tensors = saved
+        call, (logits,) = ctx.call.with_saved(tensors)
+        upstream = in_memory(upstream).contiguous()
         debug.agree_on_backward(call.layout, call.number, [upstream])
         logits = logits.contiguous()
         backend, real, selection = call.backend, call.shard.real_rows, call.selection

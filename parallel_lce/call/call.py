@@ -7,8 +7,10 @@ add a feature is to write a subclass of :class:`Feature` and to list it in :mod:
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -79,10 +81,28 @@ class Call(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The call's tensors of tokens. Autograd saves them, so that it refuses a backward after one was changed in
-        place."""
-        logit_map, entries = self.logit_map, () if self.selection is None else self.selection[:3]
-        return self.target, logit_map.token_scale, logit_map.token_softcap, self.token_weight, *entries, *self.values
+        """The call's tensors of tokens, and those of its features. None of them needs a gradient."""
+        entries = (None,) * 3 if self.selection is None else self.selection[:3]
+        logit_map = self.logit_map
+        own = self.target, logit_map.token_scale, logit_map.token_softcap, self.token_weight, *entries
+        return *own, *[feature.saved for feature in self.features], *self.values
+
+    def with_saved(self, saved: Sequence[Tensor | None]) -> tuple[Call, Sequence[Tensor | None]]:
+        """The call with the first ``saved`` tensors as its :attr:`tensors`, and the other ``saved`` ones. Saved-tensor
+        hooks may have changed the strides."""
+        own = self.tensors
+        given, rest = saved[: len(own)], saved[len(own) :]
+        if self.selection is None and not self.features and all(map(operator.is_, given, own)):
+            return self, rest
+        target, scale, cap, weight, ids, begin, end, *others = [t if t is None else t.contiguous() for t in given]
+        selection, features = self.selection, tuple([copy.copy(feature) for feature in self.features])
+        if selection is not None:
+            selection = selection._replace(ids=ids, begin=begin, end=end)
+        for feature, tensor in zip(features, others):
+            feature.saved = tensor
+        logit_map = self.logit_map._replace(token_scale=scale, token_softcap=cap)
+        changed = dict(target=target, logit_map=logit_map, token_weight=weight, selection=selection, features=features)
+        return self._replace(**changed, values=tuple(others[len(features) :])), rest
 
     def of_tokens(self, block: Block) -> Call:
         """The call with the :attr:`target`, :attr:`token_weight` and :attr:`values` of a block's tokens."""

@@ -61,12 +61,14 @@ class Divergences(torch.autograd.Function):
     @staticmethod
     @function_backward
     def backward(ctx: Any, saved: tuple, upstream: Tensor):
-        inputs, (factor, numbers, *_) = saved[:6], saved[6:]
+        inputs, (factor, numbers, *tensors) = saved[:6], saved[6:]
         (student, teacher, beta), upstream = ctx.task, in_memory(upstream)
         debug.agree_on_backward(student.layout, student.number, [upstream])
         # The first backward scales gradients of a sum in place. A later one through the same graph forms them again.
         gradients = ctx.gradients.pop() if ctx.gradients else None
         if gradients is None:
+            student, tensors = student.with_saved(tensors)
+            teacher, _ = teacher.with_saved(tensors)
             # An ignored token has no gradient, whatever its upstream gradient is.
             factor, needs = factor.where(factor == 0, factor * upstream), Needs(*ctx.needs_input_grad[:3])
             gradients, _ = _pass((student, teacher, beta), inputs, needs, factor, numbers)

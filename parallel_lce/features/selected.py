@@ -70,7 +70,7 @@ class Selected(Feature):
         self, call: Any, merged: Merged, upstream: Mapping[str, Tensor | None], coefficients: Coefficients
     ) -> Coefficients:
         """The term of a selected target is moved to ``beta``, because gradients of targets are never rounded."""
-        given, selection, self._gradient = upstream["selected_log_prob"], call.selection, None
+        given, selection = upstream["selected_log_prob"], call.selection
         if given is None:
             return coefficients
         owner = selection.owner

@@ -231,7 +231,7 @@ class Fused(torch.autograd.Function):
         if layout.ranks > 1:
             partials.start(0 if call.selection is None else checksum_of(*call.selection[:3]))
         merged, found = partials.finish(backend, wanted, found)
-        # ``kept``: from what backward makes the coefficients, and what must not change until then.
+        # ``kept``: from what backward makes the coefficients.
         if call.options.kind == "loss":
             outputs, kept = results.loss_of(call, merged, found)
         else:
@@ -243,25 +243,28 @@ class Fused(torch.autograd.Function):
             ctx.set_materialize_grads(False)
         if any(call.needs):
             # The first backward overwrites the exponentials among ``saved``; later ones recompute them.
-            kept = *kept, *call.tensors
-            ctx.save_for_backward(hidden, weight, bias, merged.partial, gathered, *kept, *saved)
+            ctx.save_for_backward(hidden, weight, bias, merged.partial, gathered, *kept, *call.tensors, *saved)
             ctx.call, ctx.kept, ctx.consumed = call, len(kept), [False]
+            for feature in features:  # autograd keeps these, and saved-tensor hooks may move them
+                feature.saved = None
         return outputs
 
     @staticmethod
     @function_backward
     def backward(ctx, saved_tensors, *upstream):
         hidden, weight, bias, partial, gathered, *others = saved_tensors
-        call, kept, others = ctx.call, others[: ctx.kept], others[ctx.kept :]
+        kept: list[Any] = others[: ctx.kept]
+        call, others = ctx.call.with_saved(others[ctx.kept :])
         if call.main_grad is not None and not call.main_grad.in_backward(ctx.next_functions[1][0]):
             call = call._replace(main_grad=None)
         needs, upstream = Needs(*ctx.needs_input_grad[:3]), tuple([u if u is None else in_memory(u) for u in upstream])
         debug.agree_on_backward(call.layout, call.number, upstream)
         if call.options.kind == "loss":  # saved-tensor hooks may have changed the strides
-            values: list[Any] = [c if c is None else c.contiguous() for c in kept[: len(Coefficients._fields)]]
+            values: list[Any] = [c if c is None else c.contiguous() for c in kept]
             coefficients = Coefficients(*values)._replace(factor=upstream[0])
         else:
-            coefficients = results.of_statistics(call, partial, kept[0], dict(zip(DIFFERENTIABLE, upstream)))
+            (vocab_size,) = kept
+            coefficients = results.of_statistics(call, partial, vocab_size, dict(zip(DIFFERENTIABLE, upstream)))
         layout, blocks = call.layout, call.plan.blocks
         # Autograd, which saved these tensors, must not see that they are overwritten.
         of_block = [t if t is None else t.data.contiguous() for t in others]
@@ -310,13 +313,13 @@ class AccumulatedLoss(torch.autograd.Function):
     @staticmethod
     @function_backward
     def backward(ctx, saved, upstream):
-        inputs, call, upstream = saved[:3], ctx.call, in_memory(upstream)
+        inputs, tensors, call, upstream = saved[:3], saved[3:], ctx.call, in_memory(upstream)
         debug.agree_on_backward(call.layout, call.number, [upstream])
         # The first backward scales the gradients in place and returns them: a copy would double the call's largest
         # buffer. A later backward through the same graph forms them again.
         gradients = ctx.gradients.pop() if ctx.gradients else None
         if gradients is None:
-            _, gradients = accumulate(call, *inputs)
+            _, gradients = accumulate(call.with_saved(tensors)[0], *inputs)
             if call.loss_function is not None and call.loss_function.failures:
                 raise call.loss_function.failures.pop()
         scaled = call.backend.scaled

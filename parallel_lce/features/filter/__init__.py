@@ -38,8 +38,9 @@ from parallel_lce.core.plan import Block
 class Filter(Feature):
     """The argument ``gradient_filter``. Gradients of the torch backend are exact with it, too."""
 
-    # The CallFilter of all backwards, once there is one.
-    _of_call: Any = None
+    def __init__(self) -> None:
+        # The CallFilter of all backwards, once there is one. Copies of this feature share it.
+        self._of_call: list[Any] = []
 
     @classmethod
     def asked(cls, options: Options, tensors: Tensors) -> bool:
@@ -61,8 +62,9 @@ class Filter(Feature):
             return task
         from parallel_lce.features.filter.gradient import SLICE_BYTES, CallFilter, is_large
 
-        self._of_call = self._of_call or CallFilter(call.options.gradient_filter)
+        if not self._of_call:
+            self._of_call.append(CallFilter(call.options.gradient_filter))
         entries = min(task.x.shape[0] * task.projection.real_rows, SLICE_BYTES // task.x.element_size())
         if is_large(entries, task.x.shape[1]):  # smaller slices are not filtered, and take no more memory
             task.scratch.size = max(task.scratch.size, SLICE_BYTES)
-        return task._replace(filter=self._of_call)
+        return task._replace(filter=self._of_call[0])

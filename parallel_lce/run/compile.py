@@ -21,7 +21,7 @@ from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import COUNT_OPTIONS, FLOAT_OPTIONS, Options, Tensors
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import Needs
-from parallel_lce.core.private import constant_in_graphs, group_of_name, keep_with, saving_without_hooks, take_from
+from parallel_lce.core.private import constant_in_graphs, group_of_name, keep_with, take_from
 from parallel_lce.run.results import DIFFERENTIABLE, NAMES, present
 from parallel_lce.run.schedule import FIRST_ORDER, function_of
 
@@ -72,14 +72,30 @@ def _results(options: Options, tensors: Tensors, values: Sequence[Tensor | None]
     return [by_name.get(name) for name in (("loss",) if options.kind == "loss" else NAMES)]
 
 
-@public
-def _run(options: Options, tensors: Tensors, needs: Needs, group: Any) -> tuple[Sequence[Tensor | None], list[Any]]:
-    """The results, as a Function returns them, and what they are differentiable by: hidden states, weight and bias."""
-    call, inputs = prepare(options, tensors, group, needs)
-    leaves = [t if t is None else t.detach().requires_grad_(needed) for t, needed in zip(inputs, needs)]
-    with torch.enable_grad(), saving_without_hooks():
-        results = function_of(call).apply(*leaves, call)
-    return (results,) if isinstance(results, Tensor) else results, leaves
+class _ForwardInGraph:
+    """A forward that ran in an operator. The Function gets it instead of autograd's ctx."""
+
+    saved_tensors: tuple[Tensor | None, ...] = ()
+
+    @public
+    def __init__(self, options: Options, tensors: Tensors, needs: Needs, group: Any) -> None:
+        self.call, inputs = prepare(options, tensors, group, needs)
+        self.function = function_of(self.call)
+        with torch.no_grad():
+            self.results = self.function.forward(self, *inputs, self.call)
+
+    def backward(self, upstream: Sequence[Tensor | None], needs: Needs) -> tuple[Tensor | None, ...]:
+        self.needs_input_grad = needs
+        with torch.no_grad():
+            return self.function.backward(self, *upstream)[:3]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def _ignore(self, *given: Any) -> None:
+        """The operator makes no zeros for missing gradients, and :func:`_save` marks results."""
+
+    set_materialize_grads = mark_non_differentiable = _ignore
 
 
 @torch.library.custom_op(
@@ -87,9 +103,10 @@ def _run(options: Options, tensors: Tensors, needs: Needs, group: Any) -> tuple[
 )
 def _forward_operator(*arguments):
     """The results of a call that are not None, and the handle."""
-    ran, handle = _run(*_decoded(*arguments)), arguments[0][0].new_zeros(1, dtype=torch.uint8)
-    keep_with(handle, ran)
-    return [result.detach() for result in ran[0] if result is not None], handle
+    forward = _ForwardInGraph(*_decoded(*arguments))
+    results, handle = forward.__dict__.pop("results"), arguments[0][0].new_zeros(1, dtype=torch.uint8)
+    keep_with(handle, forward)
+    return [results] if isinstance(results, Tensor) else [r for r in results if r is not None], handle
 
 
 @_forward_operator.register_fake
@@ -140,14 +157,13 @@ def _backward_operator(tensors, floats, counts, others, handle, upstream, wanted
     options, given, _, group = _decoded(tensors, floats, counts, others)
     wanted_of = dict(zip(given.named(), wanted))
     needs = Needs(*[wanted_of.get(name, False) for name in ("input", "linear_weight", "linear_bias")])
-    ran = take_from(handle)
-    if ran is None:
+    forward = take_from(handle)
+    if forward is None:
         # The graph has cast the tensors already, by the autocast of its forward.
         with torch.autocast(given.input.device.type, enabled=False):
-            ran = _run(options, given, needs, group)
-    pairs = [pair for pair in zip(ran[0], _results(options, given, upstream)) if pair[1] is not None]
-    results, gradients = zip(*pairs)
-    return [*torch.autograd.grad(results, [leaf for leaf, each in zip(ran[1], needs) if each], gradients)]
+            forward = _ForwardInGraph(options, given, needs, group)
+    gradients = forward.backward(_results(options, given, upstream), needs)
+    return [gradient for gradient, each in zip(gradients, needs) if each]
 
 
 @_backward_operator.register_fake

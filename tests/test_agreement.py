@@ -85,6 +85,7 @@ SILENT = {
     "loss, dbias": (_trained("linear_bias"), "gradients", "None", ".*bias=True.*", _bias),
     "loss, target": (_moved("target", 4), "target", DIGEST, DIGEST),
     "loss, weights": (lambda a: dict(token_weight=a["target"].float()), "token_weight", "nothing", "6 values of .*"),
+    "loss, counted": (lambda a: _all(a) | dict(counted_tokens=N), "counted_tokens", "nothing", "6", _all),
     "loss, backend": (dict(backend="triton"), "backend", "'torch'", "'triton'"),
     "statistics, columns": (dict(entropy=True, argmax=True), "argmax", "False", "True"),
     "statistics, mask": (lambda a: dict(mask=a["target"] != a["target"][0]), "mask", DIGEST, DIGEST, _all),

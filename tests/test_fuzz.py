@@ -137,7 +137,6 @@ GIVEN += [
     replace(LOSS, kind="selected", selected="ids", K=9, ids="outside", no_target=True),
     # A divergence whose tokens, of different factors, are worked on some at a time.
     replace(LOSS, kind="divergence", dtype="fp32", E=24, beta=0.5, tile=(4, 700), block_bytes=None),
-    # Under autocast.
     replace(LOSS, dtype="fp32", autocast="bf16", token_weight="positive", reduce_dtype="same"),
 ]
 

@@ -113,7 +113,7 @@ class Recorder:
     src = SimpleNamespace(signature=dict(x="tensordesc<fp32[8]>"))  # so that Triton's launcher runs it
 
     def __init__(self) -> None:
-        self.compiled, self.again = 0, []
+        self.compiled, self.again, self.kernel = 0, [], Relaunched(self)
 
     def warmup(self, *arguments, grid, BLOCK, num_warps, enable_fp_fusion):
         assert enable_fp_fusion, "whatever Triton's default is"
@@ -129,7 +129,6 @@ class Recorder:
 
 @pytest.fixture
 def driver(monkeypatch):
-    """A driver for a machine without one."""
     fake = SimpleNamespace(get_current_stream=lambda device: f"stream of device {device}", get_current_device=lambda: 0)
     monkeypatch.setattr(type(triton.runtime.driver), "active", fake)
     monkeypatch.setattr(launch, "interpreted", lambda: False)
@@ -138,8 +137,8 @@ def driver(monkeypatch):
 X, OTHER = torch.zeros(8), torch.ones(24)
 
 
-def launched(kernel, x=X, number=7, scale=1.5, bias=None, **constants):
-    kernel.launch((4,), x, number, scale, bias, **constants or dict(BLOCK=128, num_warps=4))
+def launched(recorder, x=X, number=7, scale=1.5, bias=None, **constants):
+    recorder.kernel.launch((4,), x, number, scale, bias, **constants or dict(BLOCK=128, num_warps=4))
 
 
 @pytest.mark.parametrize(
@@ -150,11 +149,9 @@ def launched(kernel, x=X, number=7, scale=1.5, bias=None, **constants):
     ],
 )
 def test_a_launch_of_the_same_kind_is_not_described_to_triton_again(first, second, arguments, driver):
-    """Addresses and constants are passed, but no options."""
     recorder = Recorder()
-    kernel = Relaunched(recorder)
-    launched(kernel, **first)
-    launched(kernel, **second)
+    launched(recorder, **first)
+    launched(recorder, **second)
     assert (recorder.compiled, recorder.again[1]) == (1, ((4, 1, 1), (*arguments, 128)))
 
 
@@ -176,20 +173,18 @@ def test_a_launch_of_the_same_kind_is_not_described_to_triton_again(first, secon
 )
 def test_a_launch_for_which_triton_compiles_anew_is_not_taken_for_the_same(first, second, driver):
     recorder = Recorder()
-    kernel = Relaunched(recorder)
-    launched(kernel, **first)
-    launched(kernel, **second)
+    launched(recorder, **first)
+    launched(recorder, **second)
     assert recorder.compiled == 2
 
 
 def test_plain_tensors_alone_are_passed_as_addresses(driver):
     recorder = Recorder()
-    kernel = Relaunched(recorder)
-    launched(kernel)
-    launched(kernel, torch.nn.Parameter(torch.ones(8)))
+    launched(recorder)
+    launched(recorder, torch.nn.Parameter(torch.ones(8)))
     assert (recorder.compiled, len(recorder.again)) == (1, 2)
     with pytest.raises(ValueError, match="no kernel can read a TwoTensor"):
-        launched(kernel, TwoTensor(X, X))
+        launched(recorder, TwoTensor(X, X))
 
 
 def test_triton_launches_in_one_thread_at_a_time_and_its_kernel_is_held(driver):
@@ -206,13 +201,24 @@ def test_triton_launches_in_one_thread_at_a_time_and_its_kernel_is_held(driver):
             return super().warmup(*arguments, **constants)
 
     recorder = Slow()
-    kernel = Relaunched(recorder)
     with ThreadPoolExecutor(4) as threads:
-        for done in [threads.submit(launched, kernel) for _ in range(4)]:
-            done.result()
+        assert [*threads.map(launched, [recorder] * 4)] == [None] * 4
     assert len(recorder.again) == 4
-    (known,) = kernel._compiled.values()
+    (known,) = recorder.kernel._compiled.values()
     assert inspect.getclosurevars(known).nonlocals["compiled"] is recorder
+
+
+@pytest.mark.parametrize("loaded", [(7, 32, 0), ("module", 7, 32, 0)], ids=["2.11", "2.13"])
+def test_pytorchs_launcher_gets_the_function_and_what_is_no_constant(loaded, driver, monkeypatch):
+    recorder, passed = Recorder(), []
+    fake = SimpleNamespace(_load_kernel=lambda *given: loaded, _launch_kernel=lambda *given: passed.append(given))
+    monkeypatch.setattr(launch, "torch_launcher", fake)
+    types = dict(x="*fp32", number="i32", scale="fp32", bias=("*bf16", "constexpr"), BLOCK="constexpr")
+    recorder.src, recorder.metadata_group = SimpleNamespace(signature=types), {"kernel.cubin": "path"}
+    recorder.metadata = SimpleNamespace(name="kernel", num_warps=4, shared=64)
+    launched(recorder, bias=(OTHER, None))
+    arguments = (X.data_ptr(), 7, 1.5, OTHER.data_ptr(), None, None)
+    assert passed == [(7, 4, 1, 1, 4, 64, "OifOOO", arguments, "stream of device -1")]
 
 
 @pytest.mark.gpu

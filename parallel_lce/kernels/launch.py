@@ -143,7 +143,8 @@ def _launch_of(compiled: Any, device: int, constants: list) -> Callable[[tuple[i
         return by_triton
 
     path = next(path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
-    function, *_ = torch_launcher._load_kernel(path, metadata.name, metadata.shared, device)
+    # The function, its registers and spills; from torch 2.13 on behind the module.
+    function = torch_launcher._load_kernel(path, metadata.name, metadata.shared, device)[-3]
     launch, sizes = torch_launcher._launch_kernel, (metadata.num_warps, metadata.shared)
     is_passed, passed = [type != "constexpr" for type in types], "".join(letters) + "OO"
 

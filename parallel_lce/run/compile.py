@@ -76,6 +76,8 @@ class _ForwardInGraph:
     """A forward that ran in an operator. The Function gets it instead of autograd's ctx."""
 
     saved_tensors: tuple[Tensor | None, ...] = ()
+    # Of the operator's tensors.
+    addresses: list[int] = []
 
     @public
     def __init__(self, options: Options, tensors: Tensors, needs: Needs, group: Any) -> None:
@@ -105,6 +107,7 @@ def _forward_operator(*arguments):
     """The results of a call that are not None, and the handle."""
     forward = _ForwardInGraph(*_decoded(*arguments))
     results, handle = forward.__dict__.pop("results"), arguments[0][0].new_zeros(1, dtype=torch.uint8)
+    forward.addresses = [tensor.data_ptr() for tensor in arguments[0]]
     keep_with(handle, forward)
     return [results] if isinstance(results, Tensor) else [r for r in results if r is not None], handle
 
@@ -153,12 +156,13 @@ _forward_operator.register_autograd(_differentiate, setup_context=_save)
 )
 def _backward_operator(tensors, floats, counts, others, handle, upstream, wanted):
     """The gradients of the ``wanted`` tensors. ``upstream``: of the :func:`present` results. The forward runs again
-    if the handle is a copy, or if an earlier backward has used it."""
+    if the handle is a copy, if an earlier backward has used it, or if the tensors are not the forward's."""
     options, given, _, group = _decoded(tensors, floats, counts, others)
     wanted_of = dict(zip(given.named(), wanted))
     needs = Needs(*[wanted_of.get(name, False) for name in ("input", "linear_weight", "linear_bias")])
     forward = take_from(handle)
-    if forward is None:
+    # A graph that computes a tensor again for its backward may have written over the first one's memory.
+    if forward is None or forward.addresses != [tensor.data_ptr() for tensor in tensors]:
         # The graph has cast the tensors already, by the autocast of its forward.
         with torch.autocast(given.input.device.type, enabled=False):
             forward = _ForwardInGraph(options, given, needs, group)

@@ -176,7 +176,7 @@ def compacted(
         labelled = as_int64(tensors.target) != options.ignore_index
         counts = labelled if counts is None else labelled & counts
     assert counts is not None  # of either kind
-    debug.compare_later({"mask": counts})
+    debug.compare_later({"mask": counts} if count is None else {"counted_tokens": count, "mask": counts})
     if begun and count == tokens.numel():
         return options, tensors, Compaction(counts, count, every=True)
     if count is None or debug.enabled():  # before ranks that differ gather hidden states

@@ -155,9 +155,8 @@ def _once(member: Member, c: Configuration) -> dict[str, Tensor]:
     before = {name: value.clone() for name, value in tensors.items()}
     wanted = {}
     if c.mode == "train":
-        wanted = {
-            n: tensors[n].requires_grad_() for n in ("input", "weight", "bias") if n in tensors and n not in c.frozen
-        }
+        learning = [name for name in ("input", "weight", "bias") if name in tensors and name not in c.frozen]
+        wanted = {name: tensors[name].requires_grad_() for name in learning}
     modes = {"train": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
     casting = torch.autocast(member.device.type, dtype=DTYPES[c.autocast]) if c.autocast else nullcontext()
     # Hooks for saved tensors, which return other strides.

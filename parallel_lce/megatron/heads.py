@@ -18,6 +18,8 @@ from parallel_lce.neighbours import MEGATRON, is_unit
 from parallel_lce.patching import Derived
 
 _PLACES = [(pkgutil.resolve_name(place), name) for place, names in MEGATRON.items() for name in names.split()]
+# What a call last found there, if Megatron wrote it.
+_found: dict[tuple[Any, str], Any] = {}
 """Of each function in ``MEGATRON`` the module or class that holds it, and its name there."""
 
 
@@ -69,10 +71,13 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
 def _why_real(layer: Any, own: Any, used: Any) -> str | None:
     """Why a call of an output layer must make real logits. The fused loss stands for Megatron's own functions alone.
     ``used``: its ``own`` weight, or the one passed to it, which may be a detached view of that."""
-    for owner, name in _PLACES:  # at each call, since a program may replace one later
+    for place in _PLACES:  # at each call, since a program may replace one later
+        owner, name = place
         function = vars(owner).get(name)
-        if function is not None and not is_megatrons(function):
-            return f"{owner.__name__}.{name} is not Megatron's own; leave Megatron's in place"
+        if function is not None and function is not _found.get(place):
+            if not is_megatrons(function):
+                return f"{owner.__name__}.{name} is not Megatron's own; leave Megatron's in place"
+            _found[place] = function
     if not is_megatrons(layer._forward_impl):
         return "_forward_impl is not Megatron's own; leave Megatron's in place"
     if used is None:

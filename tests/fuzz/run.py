@@ -153,10 +153,8 @@ def _once(member: Member, c: Configuration) -> dict[str, Tensor]:
     tensors = {name: _part(c, member.rank, name, value) for name, value in whole.tensors.items()}
     tensors = {name: laid(value.to(member.device), c.layout(name)).detach() for name, value in tensors.items()}
     before = {name: value.clone() for name, value in tensors.items()}
-    wanted = {}
-    if c.mode == "train":
-        learning = [name for name in ("input", "weight", "bias") if name in tensors and name not in c.frozen]
-        wanted = {name: tensors[name].requires_grad_() for name in learning}
+    leaves = ("input", "weight", "bias") if c.mode == "train" else ()
+    wanted = {name: tensors[name].requires_grad_() for name in leaves if name in tensors and name not in c.frozen}
     modes = {"train": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
     casting = torch.autocast(member.device.type, dtype=DTYPES[c.autocast]) if c.autocast else nullcontext()
     # Hooks for saved tensors, which return other strides.

@@ -101,8 +101,8 @@ def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
 
 def savable(dtype: str, device, backend: str = "") -> str:
     """fp32 for bf16 without Triton, where no exponentials of it are saved."""
-    by_default = "triton" if torch.device(device).type == "cuda" else "torch"
-    return "fp32" if dtype == "bf16" and (backend or by_default) == "torch" else dtype
+    backend = backend or backends.backend_of(torch.empty(1, 1, dtype=torch.bfloat16, device=device)).NAME
+    return "fp32" if dtype == "bf16" and backend == "torch" else dtype
 
 
 def planned() -> plan.Plan | None:

@@ -18,9 +18,10 @@ from parallel_lce.neighbours import MEGATRON, is_unit
 from parallel_lce.patching import Derived
 
 _PLACES = [(pkgutil.resolve_name(place), name) for place, names in MEGATRON.items() for name in names.split()]
-# What a call last found there, if Megatron wrote it.
-_found: dict[tuple[Any, str], Any] = {}
 """Of each function in ``MEGATRON`` the module or class that holds it, and its name there."""
+
+_found: dict[tuple[Any, str], Any] = {}
+"""What a call last found there, if Megatron wrote it."""
 
 
 class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):

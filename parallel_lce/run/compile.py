@@ -76,11 +76,10 @@ class _ForwardInGraph:
     """A forward that ran in an operator. The Function gets it instead of autograd's ctx."""
 
     saved_tensors: tuple[Tensor | None, ...] = ()
-    # Of the operator's tensors.
-    addresses: list[int] = []
 
     @public
     def __init__(self, options: Options, tensors: Tensors, needs: Needs, group: Any) -> None:
+        self.addresses = [tensor.data_ptr() for tensor in tensors.named().values()]
         self.call, inputs = prepare(options, tensors, group, needs)
         self.function = function_of(self.call)
         with torch.no_grad():
@@ -107,7 +106,6 @@ def _forward_operator(*arguments):
     """The results of a call that are not None, and the handle."""
     forward = _ForwardInGraph(*_decoded(*arguments))
     results, handle = forward.__dict__.pop("results"), arguments[0][0].new_zeros(1, dtype=torch.uint8)
-    forward.addresses = [tensor.data_ptr() for tensor in arguments[0]]
     keep_with(handle, forward)
     return [results] if isinstance(results, Tensor) else [r for r in results if r is not None], handle
 

@@ -50,7 +50,9 @@ class Filter(Feature):
     def check(cls, options: Options, tensors: Tensors, vocab_size: int | None) -> None:
         """Refuses gradients of the logits that are not the probabilities times one number per token."""
         names = ("label_smoothing", "mean_logit", "entropy", "sum_p_squared")
-        given = [name for name in names if getattr(options, name)] + ["selected"] * (tensors.selected is not None)
+        given = [name for name in names if getattr(options, name)]
+        if tensors.selected is not None:
+            given.append("selected")
         if given:
             raise ValueError(
                 f"gradient_filter={options.gradient_filter} cannot be combined with {given[0]}, whose gradient is "

@@ -93,6 +93,8 @@ SILENT = {
     "top_k, values": (_moved("teacher_log_probs", 3), "teacher_log_probs", DIGEST, DIGEST),
     "top_k, ignored": (_moved("target", 3), "counted tokens", DIGEST, DIGEST, IGNORED),
 }
+_whole, *_named = SILENT["loss, SP"]  # and with counts: hidden states are gathered first
+SILENT["loss, SP of some"] = ((lambda a: _whole(a) | dict(counted_tokens=3 * N)), *_named, dict(counted_tokens=N))
 DIFFERENT = EXPOSED | SILENT
 
 

@@ -161,8 +161,7 @@ def test_a_call_has_the_expected_collectives_in_order(call, worlds, device):
         if not call.frozen and call.strategy != "evaluation":
             assert_dx_is_on_its_way_while_dw_is_computed(call, events[0] + events[1])
     found_forward, found_backward = map(of_collectives, everyone[0])
-    # Gathers run ahead, so that blocks interleave: the docstring states numbers and sizes, and the
-    # order of its kinds.
+    # Gathers run ahead, so that blocks interleave: the docstring states numbers and sizes, and the order of its kinds.
     assert sorted(found_forward) == sorted(forward)
     assert sorted(found_backward) == sorted(backward)
     if call.strategy != "accumulate":

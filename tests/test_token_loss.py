@@ -47,13 +47,13 @@ CASES = [
 
 def problem(kind: str = "accumulate", dtype: str = "fp32", device="cpu") -> tuple[Tensors, torch.Tensor, torch.Tensor]:
     """Every third target is -100, where the values per token are NaN."""
-    t = make(N, V, HIDDEN[kind], savable(dtype, device), device, ignored=True)
+    t = make(N, V, HIDDEN[kind], dtype, device, ignored=True)
     old, advantage = normal(N, seed=5) - 4, normal(N, seed=6)
     return t, *[v.float().masked_fill(t.target.cpu() == -100, torch.nan).to(device) for v in (old, advantage)]
 
 
 def _ran(member: Member, function, kind, ranks, sequence_parallel, dtype, reduction):
-    t, *values = problem(kind, dtype, member.device)
+    t, *values = problem(kind, savable(dtype, member.device), member.device)
     t, blocks, (budget, block) = part(t, member, sequence_parallel), [], OF_BLOCKS[kind]
 
     def loss(*given):
@@ -85,7 +85,7 @@ def truth_of(function, reduction: str, t: Tensors, *values) -> tuple[list[torch.
 def test_loss_gradients_and_metrics_are_those_of_float64(case, backend, worlds, device):
     function, kind, ranks, sequence_parallel, dtype, reduction = case
     found = everywhere(worlds, device, ranks, _ran, *case)
-    (total, dx, dweight), metrics = truth_of(function, reduction, *problem(kind, dtype))
+    (total, dx, dweight), metrics = truth_of(function, reduction, *problem(kind, savable(dtype, device)))
     dxs = [gradients[1] for gradients, _ in found]
     assert all(torch.equal(gradients[0], found[0][0][0]) for gradients, _ in found), "the ranks have one loss"
     rounded = ROUNDED.get(dtype, 1e-12)

@@ -2,6 +2,7 @@
 checkpoints, hooks, and graphs that are walked twice."""
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import parallel_lce
 from measures import assert_close
 from parallel_lce.backends import backend_of
+from parallel_lce.backends.interface import Scratch
 from parallel_lce.core.grad_buffers import MainGrad, within
 from parallel_lce.distillation import divergence
 from parallel_lce.run.entry import fused_loss
@@ -143,11 +145,12 @@ def test_every_statistic_may_be_changed_in_place(backend, device):
 
 
 def test_what_autograd_gets_beside_main_grad_is_cleared(device, kernels):
-    """In saved memory, of which a second backward runs. A forward adds nothing to main_grad."""
+    """In saved memory, of which a second backward runs; what the call works in is free. A forward adds nothing."""
     t, found = small(device, N=48, V=200, D=8, dtype="bf16"), []
     total = torch.zeros_like(t.weight, dtype=torch.float32)
 
     def placeholder(memory):
+        assert not any(isinstance(held, Scratch) for held in gc.get_objects())
         found.append(within(memory, t.weight).zero_())
         return found[-1]
 

@@ -44,7 +44,7 @@ class Call:
     @property
     def block_bytes(self) -> int:
         rows = 2 if self.strategy == "by vocabulary" else self.tokens // self.blocks
-        return rows * ROWS * DTYPES[self.dtype].itemsize
+        return rows * ROWS * DTYPES[self.dtype].itemsize * (2 if self.strategy == "accumulate" else 1)
 
     def on(self, device) -> "Call":
         saves = self.strategy in ("save", "accumulate")

@@ -65,10 +65,6 @@ def work(tmp_path_factory) -> Path:
 CPU = ROOT / "configs" / "snapshots-cpu.yaml"
 
 
-def _metrics(folder: Path) -> Metrics:
-    return Metrics.model_validate_json((folder / "metrics.json").read_text())
-
-
 def _rank(arguments: list[str]) -> None:
     os.environ["TORCHELASTIC_RUN_ID"] = "a run"
     program.run("train", arguments)
@@ -90,7 +86,8 @@ def test_snapshots_are_what_the_output_layer_sees(work, tmp_path, monkeypatch):
     two += ["snapshots=null", "train.held_out_samples=5", f"output={tmp_path}"]
     launched(2, _rank, [*own, *two])
     config, losses = load_config(CPU, [*own[2:], *one]), []
-    metrics, other = (_metrics(folder) for folder in (Path(config.output), tmp_path))
+    texts = [Path(folder, "metrics.json").read_text() for folder in (config.output, tmp_path)]
+    metrics, other = map(Metrics.model_validate_json, texts)
     assert metrics.losses == pytest.approx(other.losses, abs=1e-5) and len(metrics.losses) == 12
     assert len([*Path(config.output).glob("*.safetensors")]) == 3
     held_out, _ = split(load_text(config.text), 24, 5)

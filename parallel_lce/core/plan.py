@@ -290,7 +290,10 @@ class Plan:
 def _accumulate(p: Problem) -> Plan | None:
     """Form gradients in forward, in blocks of the budget. Possible if that needs no more memory than saving
     everything."""
-    whole, block_bytes = p.tokens * p.row_bytes, max(p.budget, SMALLEST_BLOCK)
+    whole = p.tokens * p.row_bytes
+    # On several ranks half of the bytes: hidden states and dX of two blocks are on their way beside the exponentials;
+    # and for few large blocks an fp32 dW, which the budget does not count, would be chosen too often.
+    block_bytes = max(p.budget, SMALLEST_BLOCK) // (2 if p.ranks > 1 else 1)
     block_rows = max(1, p.rows_in(block_bytes))
     block_tokens = p.sp_size * min(balanced(p.part_rows, block_rows), p.part_rows)
     dw_new = p.shard_rows * p.hidden_size * p.itemsize if p.needs.weight and not p.main_grad else 0

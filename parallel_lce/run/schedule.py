@@ -295,7 +295,7 @@ class Fused(torch.autograd.Function):
             saved = ()
         dx, dweight, dbias = sums.deliver()
         if call.main_grad is not None and needs.weight:
-            sums = x = None  # their memory is free for the placeholder
+            sums = x = of_blocks = None  # their memory is free for the placeholder
             dweight = call.main_grad.placeholder(exponentials)
         return dx, dweight, dbias, None
 

@@ -152,7 +152,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if source is None or weight is None:
             continue
         if any_weight or hasattr(weight, "main_grad") or any(p is weight for p in parameters):
-            source.events.append("an optimizer's step, which may have changed the output layer's weight")
+            source.events[:] = ["an optimizer's step, which may have changed the output layer's weight"]
 
 
 @dataclasses.dataclass(eq=False)
@@ -237,7 +237,8 @@ class _Edge(torch.autograd.Function):
 
 
 def _refuse_hook(*_: Any) -> None:
-    raise RuntimeError("parallel_lce: a hook of the logits' grad_fn may never run: call logits.register_hook")
+    instead = "logits.register_hook, or a module's register_full_backward_hook"
+    raise RuntimeError(f"parallel_lce: a hook of the logits' grad_fn may never run: call {instead}")
 
 
 def _node(real: Tensor) -> Any:
@@ -348,7 +349,11 @@ class DeferredLogits(Tensor):
     def _largest(self, name: str, over: list) -> Any:
         """The result of ``argmax(-1)`` or ``max(-1)`` by a fused projection; None where that needs real logits. Of a
         token with a NaN the index is 0."""
-        source, weight, sizes = self.source, self.source.weight, self.state.sizes
+        source, weight, sizes, made = self.source, self.source.weight, self.state.sizes, self
+        while made is not None and made.state.real is None:
+            made = made.state.parent
+        if made is not None and source.whole is None:  # under sequence parallelism the other ranks may project
+            return None
         if [type(dim) for dim in over] != [int] or over[0] not in (-1, len(sizes) - 1) or self.why_not_fused():
             return None
         if source.event() or type(weight) not in (Tensor, nn.Parameter) or len(weight) != sizes[-1]:
@@ -363,7 +368,7 @@ class DeferredLogits(Tensor):
     # --- real logits ---
 
     @outside_graphs
-    def real(self, use: str) -> Tensor:
+    def computed(self, use: str) -> Tensor:
         """The real logits. Collectives: if this is the first use, those of the layer's forward."""
         state, parent = self.state, self.state.parent
         if state.real is None:
@@ -391,7 +396,7 @@ class DeferredLogits(Tensor):
     def _made(self, use: str) -> Tensor:
         state, source, parent, before = self.state, self.source, self.state.parent, None
         if parent is not None:
-            before, name = parent.real(use), _name(state.steps[-1][0])
+            before, name = parent.computed(use), _name(state.steps[-1][0])
             if parent.state.is_changed() and name not in _VIEWS | {"detach"}:
                 said = f"{name!r} was taken of logits that were then changed in place: use its result before"
                 raise RuntimeError(f"parallel_lce: {said}")
@@ -456,7 +461,7 @@ class DeferredLogits(Tensor):
         if is_collective or changes_arguments(function):
             # A collective's schema does not say what it writes. The values of one rank may stay: all must know.
             written = (args[:1], None) if is_collective else (args, kwargs)
-            changed = [each.real(use) for each in pytree.tree_leaves(written) if type(each) is cls]
+            changed = [each.computed(use) for each in pytree.tree_leaves(written) if type(each) is cls]
             torch.autograd.graph.increment_version(changed)
         args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, _real((args, kwargs or {}), use))
         return function(*args, **kwargs)
@@ -473,7 +478,7 @@ class DeferredLogits(Tensor):
                 return function(self, *hook)
         if self.source.has_loss and state.tracked:
             raise RuntimeError(f"parallel_lce: {name} comes after the loss, which took no logits: call it before")
-        result = function(self.real(name), *hook)
+        result = function(self.computed(name), *hook)
         state.hooked = True
         return result
 
@@ -503,6 +508,8 @@ class DeferredLogits(Tensor):
             rows = None if rows is None or source.whole is not None or source.is_freed() else _same_rows(rows, view)
         elif name not in _UNARY or options.keys() - {"memory_format"}:
             return None
+        elif name == "clone" and not state.tracked:  # logits that are kept, maybe while the weight changes
+            return None
         elif name == "contiguous" and state.parent is None:
             return self
         steps = (*state.steps, (function, arguments, options))
@@ -512,7 +519,7 @@ class DeferredLogits(Tensor):
 
 def _real(arguments: Any, use: str) -> Any:
     """Arguments with real logits for deferred ones."""
-    return pytree.tree_map_only(DeferredLogits, lambda tensor: tensor.real(use), arguments)
+    return pytree.tree_map_only(DeferredLogits, lambda tensor: tensor.computed(use), arguments)
 
 
 def _name(function: Any) -> str:

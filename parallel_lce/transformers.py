@@ -54,6 +54,10 @@ class _Door:
             self.said[key or what] = what
             warn(f"parallel_lce: {self.name} {what}", LogitsWarning)
 
+    def reasons(self) -> list[str]:
+        """Why losses made logits. Uses beside a loss are no reason."""
+        return [what for key, what in self.said.items() if not key.startswith(("beside", "without"))]
+
     def say_use(self, call: SimpleNamespace | None, source: Source, use: str) -> None:
         if source.grad:
             labelled = call is None or call.labelled
@@ -68,12 +72,13 @@ class _Door:
     ) -> Tensor:
         """``model.loss_function``: the fused loss of deferred logits, and transformers' ``own`` of real ones."""
         if type(logits) is not DeferredLogits:
-            if not self.said and torch.is_grad_enabled():
+            if not self.reasons() and torch.is_grad_enabled():
                 ours = [each for each in model.get_output_embeddings().modules() if vars(each).get(_DOOR) is self]
                 if not ours or any(each not in ours for each in _output_layers(model)):
                     why = "was replaced after patch(model): call it again"
                 else:
-                    why = "has a forward of its own" if any(map(_door_of, ours)) else "is in eval mode"
+                    is_on = any(map(_door_of, ours))
+                    why = "was not called, or has a forward of its own" if is_on else "is in eval mode"
                 self.say(f"computes its own loss: its output layer {why}")
             return own(logits, labels, vocab_size, num_items_in_batch, ignore_index, **others)
         call, count, given = _running.get(), None, others.get("shift_labels")
@@ -87,7 +92,7 @@ class _Door:
             target = nn.functional.pad(target, (0, 1), value=ignore_index)[..., 1:]
         reason = logits.why_not_fused()
         if (*target.shape, vocab_size) != logits.shape:
-            reason = f"its loss has labels {[*target.shape]} of {vocab_size}, its logits are {[*logits.shape]}"
+            reason = "the shape of its labels, or vocab_size, is not that of its logits"
         elif not is_own(nn.functional.cross_entropy, "torch.nn.functional", "cross_entropy"):
             reason = "torch.nn.functional.cross_entropy was replaced"
         if reason is None:
@@ -97,7 +102,7 @@ class _Door:
             return loss
         if logits.source.grad:
             self.say(f"computes its own loss, of all logits: {reason}")
-        return own(logits.real(THE_LOSS), labels, vocab_size, num_items_in_batch, ignore_index, **others)
+        return own(logits.computed(THE_LOSS), labels, vocab_size, num_items_in_batch, ignore_index, **others)
 
     def _fused(self, logits: DeferredLogits, target: Tensor, ignore: int, items: Any, count: Any) -> tuple:
         """The loss, and the metrics as fields of the output. ``items``: what the sum is divided by; None: the mean."""
@@ -192,7 +197,7 @@ def _deferred(layer: Any, hidden: Tensor, in_a_call: bool = False) -> DeferredLo
     if door.in_a_unit:
         reason = f"its output layer is in a unit of {door.in_a_unit}"
     elif not in_a_call and is_unit(layer):
-        others = "hooks or a forward of its own, or the model's call has no labels"
+        others = "hooks or a forward of its own, or the model's call has no labels="
         reason = f"its output layer gathers its weight for itself, and has {others}"
     if reason is not None:
         if torch.is_grad_enabled():
@@ -247,7 +252,7 @@ def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, **named: A
         output = forward(model, *arguments, **named)
     finally:
         _running.reset(token)
-    if call.labelled and not call.deferred and not door.said and model.training and torch.is_grad_enabled():
+    if call.labelled and not call.deferred and not door.reasons() and model.training and torch.is_grad_enabled():
         door.say("computes its own loss: its forward does not call model.loss_function")
     if call.metrics and isinstance(output, dict) and output.get("loss") is not None:
         return _with_fields(type(output), (*call.metrics,))(**output, **call.metrics)
@@ -322,14 +327,16 @@ def patch(
         raise ValueError(f"metrics need {name}.forward, which was replaced: patch the model before that")
     own, door = owner.loss_function, vars(owner).get(_DOOR)
     is_ours = door is not None and getattr(own, "func", None) == door.loss
-    if not (is_ours or neighbours.is_causal_lm_loss(own)):
-        raise ValueError(f"the loss_function of {name} must be transformers' ForCausalLMLoss, got {own!r}")
+    is_settable = isinstance(type(owner).loss_function, property)
+    if not (is_settable and (is_ours or neighbours.is_causal_lm_loss(own))):
+        found = getattr(own, "__qualname__", type(own).__name__)
+        raise ValueError(f"the loss_function of {name} must be transformers' ForCausalLMLoss, got {found}")
     unpatch(model)
     kind = type(owner)
     eval_logits = eval_logits and not (token_accuracy or token_metrics)
     options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
     door = _Door(name, token_accuracy, token_metrics, eval_logits, options)
-    owner.__class__, vars(owner)[_DOOR] = _patched(kind), door
+    owner.__class__, vars(owner)[_DOOR] = kind if issubclass(kind, Derived) else _patched(kind), door
     for layer in layers:
         layer.__class__, vars(layer)[_DOOR] = fused_class(type(layer), Linear), door
     if neighbours.is_of(neighbours.LIGER, inspect.unwrap(given or kind.forward)):
@@ -351,7 +358,7 @@ def explain(model: nn.Module) -> str:
     if door is None:
         return "patch(model) was not called"
     fused = "fused" if door.ran else "no fused loss has run yet"
-    return next((what for key, what in door.said.items() if not key.startswith("beside")), fused)
+    return next(iter(door.reasons()), fused)
 
 
 def _output_layers(model: Any) -> list[nn.Linear]:

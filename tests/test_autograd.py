@@ -12,11 +12,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import parallel_lce
 from measures import assert_close
 from parallel_lce.backends import backend_of
-from parallel_lce.backends.interface import Scratch
-from parallel_lce.core.collectives import IncomingHidden
 from parallel_lce.core.grad_buffers import MainGrad, within
 from parallel_lce.distillation import divergence
 from parallel_lce.run.entry import fused_loss
+from parallel_lce.run.schedule import GradientSums, IncomingHidden
 from tools import REDUCED, chosen_backend, counted_forwards, fields, given, savable, shrunk, small, statistics
 
 
@@ -151,7 +150,7 @@ def test_what_autograd_gets_beside_main_grad_is_cleared(device, kernels):
     total = torch.zeros_like(t.weight, dtype=torch.float32)
 
     def placeholder(memory):
-        assert not any(isinstance(held, (Scratch, IncomingHidden)) for held in gc.get_objects())
+        assert not any(isinstance(held, (GradientSums, IncomingHidden)) for held in gc.get_objects())
         found.append(within(memory, t.weight).zero_())
         return found[-1]
 

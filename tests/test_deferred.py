@@ -51,7 +51,7 @@ def loss_of(logits, target=TARGET):
             return (linear_cross_entropy(hidden, weight, target.view(hidden.shape[:-1]), **options),)
 
         return logits.run(loss)[0], True
-    real = logits.real("a loss") if isinstance(logits, DeferredLogits) else logits
+    real = logits.computed("a loss") if isinstance(logits, DeferredLogits) else logits
     return nn.functional.cross_entropy(real.flatten(0, -2), target.flatten()), False
 
 
@@ -234,7 +234,7 @@ def test_programs_see_a_tensor():
 
 
 def test_the_largest_logit_needs_no_logits():
-    """Of all rows, and of those that a view shows."""
+    """Of all rows, and of those that a view shows; where there are logits, and a copy, it is theirs."""
     layer = Layer()
     z = layer(torch.randn(*SHAPE, D, dtype=torch.float64))
     truth = nn.functional.linear(z.source.hidden, layer.weight, layer.bias)
@@ -245,6 +245,10 @@ def test_the_largest_logit_needs_no_logits():
         truth[0, 0] = z.source.hidden[0, 0, 0] = torch.nan
         assert torch.equal(layer(z.source.hidden)[:, :4].argmax(-1), truth[:, :4].argmax(-1))
     assert not layer.said
+    z, truth = layer(z.source.hidden), truth[1:]
+    kept = z.detach().clone()[1:]
+    layer.weight.data.neg_()
+    assert torch.equal(kept, truth) and torch.equal(z.detach()[1:].argmax(-1), truth.argmax(-1))
 
 
 def _step(layer, kind):
@@ -287,7 +291,7 @@ def test_too_late_is_said(event):
         with pytest.raises(RuntimeError, match=message):
             use(z)
     assert torch.equal(made.sum(), expected)  # made before
-    assert torch.equal(made[:, 1:].argmax(-1), made.real("a test")[:, 1:].argmax(-1))
+    assert torch.equal(made[:, 1:].argmax(-1), made.computed("a test")[:, 1:].argmax(-1))
     made.untyped_storage().resize_(0)  # its memory is not read again
     assert made._is_touched()
 
@@ -351,8 +355,8 @@ def test_the_modes_are_those_of_the_layers_call():
     assert not z.requires_grad and not (z + 0).requires_grad and not loss_of(z)[0].requires_grad
     z = layer(hidden)
     with torch.no_grad():
-        assert not (z * 2).requires_grad and not (z * 2).real("a test").requires_grad
-        assert z.real("a test").requires_grad and not (z + 0).requires_grad and not loss_of(z)[0].requires_grad
+        assert not (z * 2).requires_grad and not (z * 2).computed("a test").requires_grad
+        assert z.computed("a test").requires_grad and not (z + 0).requires_grad and not loss_of(z)[0].requires_grad
     assert not loss_of(z.detach())[0].requires_grad
     with torch.inference_mode():  # where no version shows a change
         assert loss_of(layer(hidden)) != loss_of(_doubled(layer(hidden)))

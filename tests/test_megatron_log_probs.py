@@ -204,7 +204,7 @@ def test_models_that_cannot_be_scored_are_refused(member):
 # Changes of test_megatron_habits.py, and what the refusal says.
 WOULD_MAKE_LOGITS = {
     "adapter": "the output layer is a _Adapter",
-    "forward": "the loss gets real logits: leave the output layer's forward in place",
+    "forward": "the loss gets real logits, or another layer's: leave the output layer's forward in place",
     "parametrization": "the output layer has no parameter named weight",
     "hook of rank 0": "'abs' of the output layer's result",
 }

@@ -173,11 +173,11 @@ HABITS = {
     "fixed_cross_entropy": (replaced_in_its_loss, BEFORE),
     "a derived head": (derive_head, None),
     "head replaced": (after(replace_head), "its output layer was replaced after patch(model): call it"),
-    "trainable tokens": (learns_tokens, "computes its own loss: its output layer has a forward of its own"),
+    "trainable tokens": (learns_tokens, "its output layer was not called, or has a forward of its own"),
     "head in eval": (after(lambda model: model.lm_head.eval()), "its output layer is in eval mode"),
     "as accelerate": (as_accelerate, None),
     "after accelerate.prepare": (after_accelerate, None),
-    "dispatched": (dispatched, "computes its own loss: its output layer has a forward of its own"),
+    "dispatched": (dispatched, "its output layer was not called, or has a forward of its own"),
     "pickle": (copied(lambda model: pickle.loads(pickle.dumps(model))), None),
     "torch.func.grad": (of_torch_func, "makes its logits: torch.func"),
     "parametrized head": (parametrized, AFTER),
@@ -222,8 +222,10 @@ def test_words_are_said_once_and_explain_says_them_again():
     with warned() as said:
         model(**batch(1)), model(**batch(2))
     assert len(said) == 1 and door.explain(model) in said[0] and "'add' wants them; if an ad" in said[0]
+    model.__class__ = type("Sharded", (type(model),), {})  # as fully_shard derives one
     door.patch(model).lm_head.modules_to_save["default"] = nn.Linear(adapter.in_features, V)
     with pytest.warns(door.LogitsWarning, match=r"was replaced after patch\(model\): call it again"):
+        vars(model)[door._DOOR].said["beside its fused loss"] = "was looked at"  # which is no reason
         model(**batch(1))
 
 

@@ -118,6 +118,11 @@ def after_backward(function: Callable[[], Any]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+def in_backward() -> bool:
+    """Whether a backward runs on this thread."""
+    return _torch._C._current_graph_task_id() >= 0
+
+
 def accumulates(leaf_node: Any) -> bool:
     """Whether the running backward accumulates the gradient of the leaf of this node."""
     try:

@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, 
 from torch import Tensor
 
 from parallel_lce.call.checks import dispatches
-from parallel_lce.core.private import outside_graphs, parameters_of
+from parallel_lce.core.private import in_backward, outside_graphs, parameters_of
 from parallel_lce.deferred import DeferredLogits, Source
 from parallel_lce.megatron.main_grad import keep_autograd_gradient
 from parallel_lce.megatron.settings import MARK, Fusion
@@ -41,7 +41,8 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
 
         is_chosen = fusion.settings.cross_entropy == "output_layer"
         # Who asks for gathered logits samples from them, maybe on one rank alone.
-        wants_loss = fusion.wants_loss and is_chosen and not runtime_gather_output
+        wants_loss = fusion.wanted_loss if in_backward() else fusion.wants_loss
+        wants_loss = wants_loss and is_chosen and not runtime_gather_output
         if not (wants_loss or fusion.scoring):
             return real(input_)
         if (reason := _why_real(self, own, used)) is not None:

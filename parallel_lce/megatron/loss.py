@@ -26,7 +26,10 @@ from parallel_lce.run.token_count import LabelCount
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 _METRICS = "_parallel_lce_metrics"
-_REAL = "the loss gets real logits: leave the output layer's forward in place, give the model labels, or fuse(model)"
+_REAL = (
+    "the loss gets real logits, or another layer's: leave the output layer's forward in place, and call the model with "
+    "labels, without runtime_gather_output"
+)
 
 
 class TokenMetrics(NamedTuple):
@@ -98,7 +101,7 @@ def with_fused_loss(own: Any) -> Any:
             if scores or deferred or not fusion.said:  # else the output layer has said why
                 fusion.say(self.training, reason)
         if deferred:
-            logits = logits.real(THE_LOSS)
+            logits = logits.computed(THE_LOSS)
         if by_choice or not (self.config.cross_entropy_loss_fusion or is_global_group(tp_group)):
             losses = swapped(vocab_parallel_cross_entropy(logits, labels.transpose(0, 1), tp_group=tp_group))
         else:

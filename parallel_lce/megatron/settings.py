@@ -97,8 +97,10 @@ class Fusion:
         self.positional = [name for name, each in of_forward.items() if each.kind <= by_place]
         self.labels = "lm_labels" if "lm_labels" in self.parameters else "labels"
         self.said: list[str] = []
-        # Whether the model's last call got labels, under patch() or fuse().
+        # Whether the running call of the model got labels, under patch() or fuse(); between calls True.
         self.wants_loss = True
+        # Of the last call, for a checkpoint that runs its output layer again in backward.
+        self.wanted_loss = True
 
     @property
     def settings(self) -> Settings:

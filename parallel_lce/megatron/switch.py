@@ -203,7 +203,8 @@ def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple,
     arguments = {**dict(zip(fusion.positional, given)), **named}
     labels, mask = arguments.get(fusion.labels), arguments.get("loss_mask")
     patched = _is_patched()
-    fusion.wants_loss = patched and (isinstance(labels, Tensor) or fusion.labels not in fusion.parameters)
+    wants = patched and (isinstance(labels, Tensor) or fusion.labels not in fusion.parameters)
+    fusion.wants_loss = fusion.wanted_loss = wants
     if fusion.wants_loss and fusion.reason is None and (reason := why_not_fused(model)) is not None:
         fusion.refuse_changes(reason, model.training)
         fusion.say(model.training, reason)

@@ -158,7 +158,7 @@ def check_tensors(options: Options, tensors: Tensors, layout: Layout) -> torch.S
             expected = f"have shape {size} for input {list(input.shape)}{where}, got"
         hint = _hint_of_a_group(layout.ranks) if options.sequence_parallel else ""
         if layout.sequence_parallel and len(leading) > 1:
-            hint = ". If the second dimension is the sequence, pass sequence_dim=1"
+            hint = ". If the second dimension is the sequence, pass sequence_dim=1 (of a style: Shard(1))"
         raise ValueError(f"{name} must {expected} {list(value.shape)}{hint}")
     _check_selected(tensors, tokens)
     _check_shard(options, weight, layout)

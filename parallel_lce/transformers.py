@@ -262,6 +262,8 @@ def _run(door: _Door, model: Any, forward: Callable, *arguments: Any, **named: A
 @functools.cache
 def _patched(base: type) -> Any:
     """A subclass of a model's class, of the same name. Without :func:`patch` its objects are those of ``base``."""
+    if issubclass(base, Derived):  # fully_shard has derived it from ours
+        return base
     get = base.loss_function.fget  # by a name that Dynamo can trace
 
     class Patched(Derived, base):
@@ -336,7 +338,7 @@ def patch(
     eval_logits = eval_logits and not (token_accuracy or token_metrics)
     options = dict(logits_budget=logits_budget, gradient_filter=gradient_filter)
     door = _Door(name, token_accuracy, token_metrics, eval_logits, options)
-    owner.__class__, vars(owner)[_DOOR] = kind if issubclass(kind, Derived) else _patched(kind), door
+    owner.__class__, vars(owner)[_DOOR] = _patched(kind), door
     for layer in layers:
         layer.__class__, vars(layer)[_DOOR] = fused_class(type(layer), Linear), door
     if neighbours.is_of(neighbours.LIGER, inspect.unwrap(given or kind.forward)):

@@ -256,11 +256,11 @@ class DeferredLogits(Tensor):
     """The logits ``[..., V]`` of an output layer's call, without memory.
 
     The loss takes their operands (:meth:`run`). Sizes need no logits. Products and quotients with numbers, tanh, casts,
-    ``detach``, ``clone`` and views that keep the vocabulary last are recorded, and give deferred logits again. The
-    first other use, by anybody, makes the real logits by the layer's own forward, in the grad and autocast mode of
-    the layer's call. Later uses get the same tensor. They raise ``RuntimeError`` if an operand may have changed by
-    then: by its version, by a step of an optimizer that holds the weight, by any step if that has a ``main_grad``, or
-    after an event of the door.
+    ``detach``, views that keep the vocabulary last and, in the graph, ``clone`` are recorded, and give deferred logits
+    again. The first other use, by anybody, makes the real logits by the layer's own forward, in the grad and autocast
+    mode of the layer's call. Later uses get the same tensor. They raise ``RuntimeError`` if an operand may have changed
+    by then: by its version, by a step of an optimizer that holds the weight, by any step if that has a ``main_grad``,
+    or after an event of the door.
     """
 
     state: _State
@@ -508,7 +508,7 @@ class DeferredLogits(Tensor):
             rows = None if rows is None or source.whole is not None or source.is_freed() else _same_rows(rows, view)
         elif name not in _UNARY or options.keys() - {"memory_format"}:
             return None
-        elif name == "clone" and not state.tracked:  # logits that are kept, maybe while the weight changes
+        elif name == "clone" and not state.tracked:  # kept, maybe while the weight changes; DDP clones all outputs
             return None
         elif name == "contiguous" and state.parent is None:
             return self

@@ -99,7 +99,7 @@ class Fusion:
         self.said: list[str] = []
         # Whether the running call of the model got labels, under patch() or fuse(); between calls True.
         self.wants_loss = True
-        # Of the last call, for a checkpoint that runs its output layer again in backward.
+        # Of the last call with gradients, for a checkpoint that runs its output layer again in backward.
         self.wanted_loss = True
 
     @property

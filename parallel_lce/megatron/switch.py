@@ -204,7 +204,9 @@ def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple,
     labels, mask = arguments.get(fusion.labels), arguments.get("loss_mask")
     patched = _is_patched()
     wants = patched and (isinstance(labels, Tensor) or fusion.labels not in fusion.parameters)
-    fusion.wants_loss = fusion.wanted_loss = wants
+    fusion.wants_loss = wants
+    if torch.is_grad_enabled():
+        fusion.wanted_loss = wants
     if fusion.wants_loss and fusion.reason is None and (reason := why_not_fused(model)) is not None:
         fusion.refuse_changes(reason, model.training)
         fusion.say(model.training, reason)

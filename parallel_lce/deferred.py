@@ -349,7 +349,8 @@ class DeferredLogits(Tensor):
     def _largest(self, name: str, over: list) -> Any:
         """The result of ``argmax(-1)`` or ``max(-1)`` by a fused projection; None where that needs real logits. Of a
         token with a NaN the index is 0."""
-        source, weight, sizes, made = self.source, self.source.weight, self.state.sizes, self
+        source, weight, sizes = self.source, self.source.weight, self.state.sizes
+        made: DeferredLogits | None = self
         while made is not None and made.state.real is None:
             made = made.state.parent
         if made is not None and source.whole is None:  # under sequence parallelism the other ranks may project

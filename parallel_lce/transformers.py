@@ -329,9 +329,9 @@ def patch(
         raise ValueError(f"metrics need {name}.forward, which was replaced: patch the model before that")
     own, door = owner.loss_function, vars(owner).get(_DOOR)
     is_ours = door is not None and getattr(own, "func", None) == door.loss
-    is_settable = isinstance(type(owner).loss_function, property)
-    if not (is_settable and (is_ours or neighbours.is_causal_lm_loss(own))):
-        found = getattr(own, "__qualname__", type(own).__name__)
+    is_property = isinstance(type(owner).loss_function, property)
+    if not (is_property and (is_ours or neighbours.is_causal_lm_loss(own))):
+        found = getattr(own, "__qualname__", type(own).__name__) + ("" if is_property else " in place of a property")
         raise ValueError(f"the loss_function of {name} must be transformers' ForCausalLMLoss, got {found}")
     unpatch(model)
     kind = type(owner)

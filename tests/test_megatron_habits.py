@@ -169,7 +169,7 @@ CHANGES = {
     "parametrization": (_double_weight, "no parameter named weight"),
     "computed weight": (_compute_weight, "weight is computed from its parameter"),
     "compiled": (lambda model: setattr(model, "output_layer", _compiled(model.output_layer)), None),
-    "forward": (_replace_forward, "leave the output layer's forward in place"),
+    "forward": (_replace_forward, "the loss gets real logits, or another layer's: leave the output layer's forward in"),
     "_forward_impl": (_double_projection, "_forward_impl is not Megatron's own"),
     "hook of rank 0": (lambda model: model.output_layer.register_forward_hook(_looks_on_rank_0), "'abs' of the output"),
     "pre-hook": (lambda model: model.output_layer.register_forward_pre_hook(lambda layer, x: (2 * x[0],)), None),

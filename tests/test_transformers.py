@@ -292,25 +292,23 @@ def test_the_budget_is_the_arguments_or_the_environments(given, environment, bud
 
 
 def test_other_models_and_options_are_refused():
-    layer, model = torch.nn.Linear(3, 3), CausalLM(9, 4)
-    with pytest.raises(ValueError, match="must be a causal language model of transformers, got a Linear"):
-        patch(layer)
+    def refuses(model, words, **options):
+        with pytest.raises(ValueError, match=words):
+            patch(model, **options)
+
+    model = CausalLM(9, 4)
+    refuses(torch.nn.Linear(3, 3), "must be a causal language model of transformers, got a Linear")
     assert unpatch(model) is model
-    with pytest.raises(ValueError, match="gradient_filter"):
-        patch(model, gradient_filter=2.0)
-    with pytest.raises(ValueError, match="cannot be combined with token_metrics"):
-        patch(model, gradient_filter=2**-13, token_metrics=True)
+    refuses(model, "gradient_filter", gradient_filter=2.0)
+    refuses(model, "cannot be combined with token_metrics", gradient_filter=2**-13, token_metrics=True)
     model.forward = patch(model).forward
-    with pytest.raises(ValueError, match=r"metrics need CausalLM.forward, which was replaced"):
-        patch(model, token_accuracy=True)
+    refuses(model, "metrics need CausalLM.forward, which was replaced", token_accuracy=True)
     model.loss_function = F.cross_entropy
-    with pytest.raises(ValueError, match="must be transformers' ForCausalLMLoss, got cross_entropy"):
-        patch(model)
+    refuses(model, "loss_function of CausalLM must be transformers' ForCausalLMLoss, got cross_entropy")
     assert "no fused loss" in door.explain(model), "a refused call changes nothing"
     model = CausalLM(9, 4)
     model.lm_head = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="layer of CausalLM must be an nn.Linear, or hold one .*, got a Sequential"):
-        patch(model)
+    refuses(model, "layer of CausalLM must be an nn.Linear, or hold one .*, got a Sequential")
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -49,8 +49,8 @@ STRATEGIES = {
     "some rows saved": Strategy(0.7, 4, {True, False}, dict(reduction="none", logit_softcap=30.0)),
     "codes": Strategy(0.8, parts=4),  # half of the logits' bytes, and a quarter to decode into
     "recomputed": Strategy(0.0, 4, {False}),
-    "accumulated": Strategy(0.0, 3, options=_MEAN),
-    "accumulated, sums in fp32": Strategy(0.0, 3, options=dict(reduce_dtype=torch.float32)),
+    "accumulated": Strategy(0.0, 2, options=_MEAN),
+    "accumulated, sums in fp32": Strategy(0.0, 2, options=dict(reduce_dtype=torch.float32)),
     "a frozen weight": Strategy(1.0, frozen="weight"),
     "some rows saved, a frozen weight": Strategy(0.83, 2, {True, False}, frozen="weight"),
     "statistics": Strategy(of_statistics=True),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.call import debug
-from parallel_lce.call.checks import as_group, has_dtensor, is_dtensor
+from parallel_lce.call.checks import as_group, check_dtype, has_dtensor, is_dtensor
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import Options, Tensors, as_int64, check_option
 from parallel_lce.run.results import TokenStatistics
@@ -203,6 +203,7 @@ class DTensorAdapter:
         """The local tensor of a DTensor with these placements."""
         self._check_mesh(name, value)
         if list(value.placements) != placements:
+            check_dtype(name, value)
             layout = Layout.of(self.group, False)
             if debug.enabled() and layout.ranks > 1:  # before DTensor's collectives
                 given = {name: (value.shape, value.dtype, value.placements)}

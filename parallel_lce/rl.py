@@ -98,7 +98,7 @@ def from_parallel_hidden_states_to_logprobs(
 ) -> Tensor:
     """Log-probability of each next token, ``[B, S - 1]`` fp32, as the function of this name in NeMo-RL's
     ``distributed/model_utils.py``. As there, no mapping is in front: the gradient of the hidden states is summed over
-    the ranks, by a reduce-scatter. A target outside the vocabulary has 0 and no gradient.
+    the ranks, by a reduce-scatter. A target outside the vocabulary has 0, but, as there, the gradient of ``-lse``.
 
     Args:
         tensor_parallel_hidden_states: ``[S/P, B, D]``, split over ``tp_group`` along the sequence.
@@ -126,10 +126,10 @@ def from_parallel_hidden_states_to_logprobs(
     options = Options("token_statistics", sequence_parallel=True, vocab_size=vocab_size, logits_budget=logits_budget)
     tensors = Tensors(hidden, output_weight_layer, target.roll(-1, -1).t(), bias)
     with renamed(hidden="tensor_parallel_hidden_states", weight="output_weight_layer"):
-        log_probs, outside = _of_ids(
+        log_probs = _of_ids(
             options, tensors, vocab_start_index, vocab_end_index, tp_group, inference_only, mask, counted_tokens
         )
-    return log_probs.masked_fill(outside, 0.0).t()[:, :-1].contiguous()
+    return log_probs.t()[:, :-1].contiguous()
 
 
 class FusedLinearLogprobTriton:
@@ -153,8 +153,8 @@ class FusedLinearLogprobTriton:
         """Log-probabilities ``[B, S]`` of the ids ``target [B, S]``, as in SkyRL's ``fused_linear_logprob_triton.py``:
         the caller has shifted the targets, and divided the hidden states or the weight by the temperature. ``hidden``
         is ``[B, S, D]``, all tokens on every rank, and is cast to the weight's dtype. Its gradient is the term of this
-        rank's shard, which a mapping in front must sum. A target outside the vocabulary has 0, but, as in SkyRL, the
-        gradient of ``-lse``. Results are fp32 (fp64 for fp64), identical on every rank.
+        rank's shard, which a mapping in front must sum. A target outside the vocabulary has 0, and the gradient of
+        ``-lse``. Results are fp32 (fp64 for fp64), identical on every rank.
 
         Others: as in :func:`from_parallel_hidden_states_to_logprobs`. Collectives: those of
         :func:`linear_cross_entropy`, but C = 3.
@@ -163,17 +163,16 @@ class FusedLinearLogprobTriton:
             hidden = hidden.to(weight.dtype)
         tensors = Tensors(hidden, weight, int64_ids("target", target))
         options = Options("token_statistics", reduce_hidden_grad=False)
-        log_probs, outside = _of_ids(
+        return _of_ids(
             options, tensors, vocab_start_index, vocab_end_index, tp_group, inference_only, mask, counted_tokens
         )
-        return log_probs - log_probs.detach().masked_fill(~outside, 0.0)
 
 
 def _of_ids(
     options: Options, tensors: Tensors, start: Any, end: Any, group: Any, inference_only: Any, mask: Any, count: Any
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the targets, and which of them are outside of the vocabulary. Rows of the weight are those
-    of the ids from ``start`` on; those from ``end`` on are left out."""
+) -> Tensor:
+    """Log-probabilities of the targets, 0 for one outside of the vocabulary. Rows of the weight are those of the ids
+    from ``start`` on; those from ``end`` on are left out."""
     _, weight, target, bias, *_ = tensors
     if not isinstance(weight, Tensor) or weight.dim() != 2 or is_dtensor(weight):
         given = "a DTensor: pass weight.to_local()" if is_dtensor(weight) else described(weight)
@@ -188,7 +187,8 @@ def _of_ids(
     gradients = torch.is_grad_enabled() and not inference_only
     with torch.set_grad_enabled(gradients), renamed(process_group="tp_group", **_NAMES):
         found: Any = statistics_of(options._replace(vocab_start=start), tensors, group, mask, count)
-    return found.target_log_prob, (target < 0) | (target >= found.vocab_size)
+    log_probs, inside = found.target_log_prob, (target >= 0) & (target < found.vocab_size)
+    return log_probs - log_probs.detach().masked_fill(inside, 0.0)
 
 
 def _flat(value: Any, trailing: int = 0) -> Any:

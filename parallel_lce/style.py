@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from parallel_lce.call import debug
-from parallel_lce.call.checks import described, public
+from parallel_lce.call.checks import as_group, described, public
 from parallel_lce.modules import LinearCrossEntropy
 
 
@@ -42,15 +42,19 @@ class LinearCrossEntropyParallel(ParallelStyle):
             given = f"{type(module).__name__}; if it wraps one, as torch.compile does, apply the plan before"
             raise ValueError(f"this style is for parallel_lce.LinearCrossEntropy, and this module is a {given}")
 
+        group = as_group(device_mesh)
+
         @public
-        def with_placements(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        def with_placements(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             if not compiler.is_compiling():
-                debug.state.group = device_mesh.get_group()
+                debug.state.group = group
             hidden = args[0] if args else kwargs.get("input")
             weight = args[1] if len(args) > 1 else kwargs.get("linear_weight")
             if not isinstance(weight, DTensor):
                 raise ValueError(f"linear_weight must be a DTensor, got {described(weight)}: use ColwiseParallel()")
             if isinstance(hidden, Tensor) and not isinstance(hidden, DTensor):
+                if not module.options["reduce_hidden_grad"]:
+                    raise ValueError("reduce_hidden_grad=False, and input is no DTensor: DTensor would sum its gradient")
                 hidden = DTensor.from_local(hidden, device_mesh, (self.input_layouts,), run_check=False)
                 args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"input": hidden})
             return args, kwargs

@@ -64,7 +64,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
             raise ValueError(f"{_OURS}: call set_lm_head before the loss")
         if reason := _why_not_fused(self.loss_fn, lm_head):
             if not self._said:
-                warn(f"{_OURS}: torchtitan's own loss runs, with logits: {reason}", UserWarning)
+                warn(f"{_OURS}: torchtitan's own loss runs, with logits: {reason}", UserWarning, on_each_rank=True)
                 self._said = True
             return super().__call__(pred, labels, global_valid_tokens, **loss_inputs)
         losses: list[Tensor] = []  # in fp32: FSDP casts what a forward returns, if its policy says so
@@ -150,7 +150,8 @@ def _why_not_fused(loss_fn: Any, lm_head: Any) -> str | None:
 @override(target=ChunkedLossWrapper.Config, description="output projection and cross-entropy without logits")
 def linear_cross_entropy(cfg: ChunkedLossWrapper.Config, **options: Any) -> ChunkedLossWrapper.Config:
     """The override's factory: ``cfg`` as a :class:`LinearCrossEntropyLoss.Config` with these options."""
-    if type(cfg) is ChunkedLossWrapper.Config and type(cfg.loss_fn) is CrossEntropyLoss.Config:
+    kinds = ChunkedLossWrapper.Config, LinearCrossEntropyLoss.Config
+    if type(cfg) in kinds and type(cfg.loss_fn) is CrossEntropyLoss.Config:
         return derive(cfg, LinearCrossEntropyLoss.Config, **options)
     left = f"torchtitan's own code runs {type(cfg).__qualname__} of {type(cfg.loss_fn).__qualname__}"
     warn(f"{_OURS}: {left}: only ChunkedLossWrapper of CrossEntropyLoss is fused", UserWarning)

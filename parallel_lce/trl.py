@@ -37,7 +37,7 @@ class _Fused:
                 raise ValueError("its weight is a parameter of ZeRO-3")
             return self._log_probs(*arguments)
         except (ValueError, NotImplementedError) as refusal:
-            reason = str(refusal).partition(", got ")[0]
+            reason = str(refusal).partition(", got ")[0].partition(" [")[0]  # sizes differ by batch
         if reason not in self._said:
             self._said.add(reason)
             warn(f"parallel_lce: TRL's own {self.own.__name__} runs: {reason}", TRLWarning)

@@ -35,9 +35,10 @@ def _linear_cross_entropy(
     trained = torch.is_grad_enabled() and hidden.requires_grad
     if several and trained and type(hidden.grad_fn).__name__ not in neighbours.VERL_SUMMED:
         raise RuntimeError(
-            "parallel_lce.verl: on Megatron without sequence parallelism nothing in verl sums the gradient of the "
-            "hidden states over the tensor-parallel ranks. Set megatron.sequence_parallel=True, or "
-            "use_fused_kernels=False. In a forward of your own call parallel_lce.rl.linear_cross_entropy"
+            "parallel_lce.verl: the hidden states do not come straight from a mapping that sums their gradient over "
+            "the tensor-parallel ranks, as verl has none on Megatron without sequence parallelism: set "
+            "megatron.sequence_parallel=True, or use_fused_kernels=False. In a forward of your own call "
+            "parallel_lce.rl.linear_cross_entropy"
         )
     if _settings["skip_masked"]:
         if dist_process_group is not None:
@@ -95,6 +96,7 @@ def patch(*, skip_masked: bool | None = None) -> None:
         stock = kernel.LinearCrossEntropy.apply
     except (ImportError, AttributeError) as error:
         raise ImportError(f"parallel_lce.verl needs verl 0.9 or later (pip install verl): {error}") from error
+    unpatch()
     _settings["skip_masked"] = skip_masked
     if kernel.linear_cross_entropy == stock:
         _replacements.replace(kernel, _NAME, lambda own: _linear_cross_entropy)

@@ -48,10 +48,6 @@ def _all(a) -> dict:
     return dict(mask=a["target"] >= 0)
 
 
-def IGNORED(a) -> dict:
-    return dict(target=torch.full_like(a["teacher_ids"][:, 0], -100), teacher_ids=-torch.ones_like(a["teacher_ids"]))
-
-
 def _bias(a: dict) -> dict:
     return dict(linear_bias=a["input"].new_ones(V))
 
@@ -91,7 +87,10 @@ SILENT = {
     "statistics, mask": (lambda a: dict(mask=a["target"] != a["target"][0]), "mask", DIGEST, DIGEST, _all),
     "logits, V": (lambda a: dict(vocab_parallel_logits=a["vocab_parallel_logits"][:, 1:]), "entries.*", "10", "9"),
     "top_k, values": (_moved("teacher_log_probs", 3), "teacher_log_probs", DIGEST, DIGEST),
-    "top_k, ignored": (_moved("target", 3), "counted tokens", DIGEST, DIGEST, IGNORED),
+    "top_k, ignored": (
+        *(_moved("target", 3), "counted tokens", DIGEST, DIGEST),
+        lambda a: dict(target=a["teacher_ids"].new_full((N,), -100), teacher_ids=-torch.ones_like(a["teacher_ids"])),
+    ),
 }
 _whole, *_named = SILENT["loss, SP"]  # and with counts: hidden states are gathered first
 SILENT["loss, SP of some"] = ((lambda a: _whole(a) | dict(counted_tokens=3 * N)), *_named, dict(counted_tokens=N))
@@ -191,12 +190,13 @@ MESSAGES = {
         lambda a, rank: dict(input=torch.cat([a["input"][:3], -a["input"][3:]]) if rank == 2 else a["input"]),
         r"disagree about input \(.*\): token 3 has norm (\S+) on rank 0 and \1 on rank 2, along a random",
     ),
+    "loss, NaN": (lambda a, r: dict(input=a["input"] * (0, 0, torch.nan)[r]), r"norm 0 on .* and 1\S+8 on rank 2"),
     "statistics, target": (lambda a, _: dict(target=_with(a["target"], 4, -7)), r"target -7 .* outside \[0, 30\)"),
     "loss, no row": (lambda a, _: dict(linear_weight=a["linear_weight"][:0], vocab_start=0), "none of the 3 shards"),
     "loss, whole": (lambda a, _: dict(linear_weight=WHOLE.to(a["input"])), "0 and 1 .* same 10 rows .* forget to sh"),
     "logits, whole": (lambda a, _: dict(vocab_parallel_logits=WHOLE[:N].to(a["target"]) / 2), "forget to shard"),
-    "loss, gap": (lambda _, rank: dict(vocab_start=(0, 10, 21)[rank]), "gap: one ends at 20, the next starts at 21"),
-    "loss, overlap": (lambda _, rank: dict(vocab_start=(0, 10, 19)[rank]), "overlap: one ends at 20, the next .* 19"),
+    "loss, gap": (lambda _, rank: dict(vocab_start=(0, 10, 21)[rank]), "gap between 20 and 21: rank 0 has .0, 10.,"),
+    "loss, overlap": (lambda _, rank: dict(vocab_start=(0, 10, 19)[rank]), "overlap between 19 and 20: .* 2 has .19,"),
 }
 
 

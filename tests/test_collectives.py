@@ -96,7 +96,6 @@ def _events(member: Member, call: Call):
         if loss.requires_grad:
             with all_waited_for():
                 loss.sum().backward()
-    # Each is waited for where its result is used.
     assert events and all(each.asynchronous and each.contiguous for each in events)
     return told(events[:of_forward], member.group), told(events[of_forward:], member.group)
 

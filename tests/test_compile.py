@@ -260,7 +260,6 @@ def test_options_and_sizes_may_change_from_call_to_call(dynamic, device):
     fast, counter = compiled(call, dynamic=dynamic)
     for N, values in enumerate(zip(*CHANGING.values()), 24):
         t = operands(N, device)
-        # NaN is not equal to NaN.
         assert_as_eager(fast, call, t, device, t.x, t.weight, t.target.clamp(min=3), *values)
     assert counter.frame_count <= 2
 

@@ -5,6 +5,7 @@ import math
 import re
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -158,6 +159,9 @@ def test_placements_and_sizes_that_do_not_fit_are_refused(member):
     ):
         with pytest.raises(ValueError, match=message):
             parallel_lce.linear_cross_entropy(**given | changes)
+    for name, words, value in ((y, "hold ids", whole[y].double()), ("temperature", "be floating", whole[y])):
+        with patch.object(DTensor, "redistribute"), pytest.raises(ValueError, match=f"{name} must {words}"):
+            parallel_lce.linear_cross_entropy(**given | {name: DTensor.from_local(value[:, :4], pair, [SECOND])})
     logits_loss, refused = parallel_lce.vocab_parallel_cross_entropy, r"^{0} is a DTensor: pass {0}.to_local".format
     sets = torch.zeros(0, dtype=torch.int64), torch.zeros(33, dtype=torch.int64)
     mask = distribute_tensor(whole[y] >= 0, pair, [WHOLE])
@@ -271,12 +275,17 @@ def test_a_style_refuses(member):
         parallel_lce.LinearCrossEntropyParallel(input_layouts=(Shard(1),))
     with pytest.raises(ValueError, match=r"is for parallel_lce.LinearCrossEntropy, and this module is a Linear"):
         parallelize_module(nn.Linear(2, 2), mesh, style)
+    with pytest.raises(ValueError, match="or None, got DeviceMesh of 2 dimensions"):
+        parallelize_module(parallel_lce.LinearCrossEntropy(), mesh_of(member.device.type, (1, 2), ("dp", "tp")), style)
     model, whole = Model(member.device), problem(device=member.device)
     parallelize_module(model, mesh, {"head": ColwiseParallel(), "loss": style})
     assert model(whole["input"], whole["target"]).placements == (WHOLE,)
     weights = model.head.weight, model.head.weight.to_local()
     with debug_mode(), pytest.raises(ValueError, match="linear_weight must be a DTensor, got .*: use Colw"):
         model.loss(whole["input"], weights[member.rank], whole["target"])
+    model.loss.options["reduce_hidden_grad"] = False
+    with pytest.raises(ValueError, match="^reduce_hidden_grad=False, and input is no DTensor"):
+        model(whole["input"], whole["target"])
 
 
 @pytest.mark.parametrize(("sequence_parallel", "reshard"), [(False, True), (True, False)])
@@ -284,7 +293,6 @@ def test_a_style_refuses(member):
 def test_fsdp2_over_tensor_parallelism_accumulates_gradients(member, sequence_parallel, reshard):
     mesh = mesh_of(member.device.type, (2, 2), ("dp", "tp"))
     t, half = problem(device=member.device), mesh["dp"].get_local_rank()
-    # Of each step and replica.
     xs, targets = torch.cat([t["input"], -2 * t["input"]]).unflatten(0, (4, 2)), t["target"].repeat(2, 1).view(4, 2, -1)
     want, gradients = of_model(member.device, xs, targets)
     model, layout = Model(member.device), SECOND if sequence_parallel else None

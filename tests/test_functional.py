@@ -83,7 +83,6 @@ KERNELS = [
     # Three blocks and more, of which the larger shard saves a part alone. A block's consumed exponentials must not
     # serve a block whose buffer is already another's.
     (of(512, 1280, 64, "bf16", (1024, 256), budget=327680, ignored="none", sharpness=2.0, block_bytes=16_384), 1.5),
-    # Two blocks on one rank, of which the first saves.
     (of(250, 130, 48, "bf16", budget=BLOCK), 1.1),
     # Pieces of the rows, in each of which an entry may be the target of several tokens.
     (of(600, 700, 72, "bf16", budget=0, bias="plain", block_bytes=1 << 19), 1.1),

@@ -56,7 +56,6 @@ WANTED = {
     "sure": lambda c: c.sure and c.dtype in ("bf16", "fp16"),
     "twice": lambda c: c.walk.startswith("twice") and c.mode == "train",
     "edge": lambda c: c.edge,
-    # A sequence along the second dimension.
     "batch first": lambda c: c.sequence_dim == 1,
     # Several windows, whose partials are merged, of which one is smaller.
     "windows": lambda c: c.tile is not None and c.V > 2 * c.tile[1] and c.V % c.tile[1],
@@ -132,7 +131,6 @@ GIVEN += [
     replace(NO_WEIGHT, budget=0),
     # A soft-cap, whose saved numbers are as exact as the cap of each token is.
     replace(LOSS, softcap=2.0, temperatures=True),
-    # Tokens that share targets, and ids that are none.
     replace(LOSS, kind="statistics", V=16, shards=((0, 16),), mixture=("target_logit",)),
     replace(LOSS, kind="selected", selected="ids", K=9, ids="outside", no_target=True),
     # A divergence whose tokens, of different factors, are worked on some at a time.

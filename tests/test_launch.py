@@ -50,7 +50,6 @@ def test_a_script_may_be_started_from_anywhere(name, tmp_path):
     ]
     for done in starts:
         assert done.returncode == 0, done
-        # Ours come first.
         assert done.stdout.strip().removesuffix(":/a:/b") == f"{LAUNCH / 'program.py'} {name} x {ROOT}:{LAUNCH}"
 
 

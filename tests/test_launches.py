@@ -38,7 +38,6 @@ SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 SLOW = [(80, TRITON[0]), (90, TRITON[-1]), (100, TRITON[-1])]
 # Kernels of the filter, which gives exact gradients before Hopper.
 FILTER = {f"lce_backward_{name}" for name in ("scan", "active_tile_lists", "centroids", "sparse_product")}
-# Kernels with a mainloop for Hopper.
 HOPPER = {"lce_backward_projection", "lce_forward_projection"}
 # Bytes of spilled registers, over both warpgroups on Hopper: of the kernels that spill where they are asked for
 # everything at once; of one that adds to dX, whose tile is in registers beside the sum; of others, in some releases.

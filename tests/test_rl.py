@@ -140,8 +140,8 @@ def _of_ids(member: Member, trainer: str, inference_only: bool, vocab_size):
 )
 @pytest.mark.parametrize("inference_only", [False, True])
 def test_log_probs_of_a_range_of_ids_are_the_trainers(inference_only, trainer, ranks, vocab_size, worlds, device):
-    """NeMo-RL's function and SkyRL's. Outside of the vocabulary the value is 0, and there SkyRL's has the gradient of
-    -lse. NeMo-RL's gives each rank dX of its tokens; SkyRL's the rank's part, in the dtype of the hidden states."""
+    """NeMo-RL's function and SkyRL's. Outside of the vocabulary the value is 0, and the gradient that of -lse.
+    NeMo-RL's gives each rank dX of its tokens; SkyRL's the rank's part, in the dtype of the hidden states."""
     parts = everywhere(worlds, device, ranks, _of_ids, trainer, inference_only, vocab_size)
     nemo = trainer == "NeMo"
     x, w, b, labels, _ = tensors(dtype=torch.float64)
@@ -154,7 +154,7 @@ def test_log_probs_of_a_range_of_ids_are_the_trainers(inference_only, trainer, r
         leaves = leaves[:2]
         z = linear(*leaves)
     truth, inside = dense_statistics(z, labels), labels < (vocab_size or end)
-    exact = torch.where(inside, truth["target_log_prob"], 0.0 if nemo else -truth["lse"])
+    exact = torch.where(inside, truth["target_log_prob"], -truth["lse"])
     gradients = torch.autograd.grad(exact, leaves, upstream([exact]))
     for found, *_ in parts:
         assert found.dtype == torch.float32 and torch.equal(found, parts[0][0])

@@ -179,6 +179,8 @@ def test_other_losses_and_wrappers_are_left_alone_in_words():
         for config in (ChunkedLossWrapper.Config(loss_fn=other.Config()), wrapper.Config()):
             with pytest.warns(UserWarning, match="own code runs .*(GRPOLoss|Other)"):
                 assert ours.linear_cross_entropy(config) is config
+        named = ours.linear_cross_entropy(ours.LinearCrossEntropyLoss.Config(logits_budget=5), skip_masked=True)
+        assert (named.logits_budget, named.skip_masked) == (5, True)
 
 
 def trained(loss_fn, lm_head, x, labels, change=lambda lm_head, loss_fn: None) -> tuple[list, list[str]]:

@@ -49,14 +49,12 @@ def _pushed(f, x, w):
         f(x, forward_ad.make_dual(w, torch.ones_like(w)))
 
 
+_compiled = torch.compile(backend="eager")
+
+
 def _batched(f, x, w):
     values = f(x, w)
     return torch.autograd.grad(values, x, values.new_ones(3, *values.shape), is_grads_batched=True)
-
-
-def _compiled(f):
-    torch._dynamo.reset()
-    return torch.compile(f, backend="eager")
 
 
 def _fake(f, x, w):

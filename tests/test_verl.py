@@ -235,7 +235,7 @@ def test_where_nothing_sums_the_gradient_training_is_refused(member, verl):
     rest = weight.chunk(member.ranks)[member.rank], labels, 0.7, "none", member.group
 
     hidden = whole.clone().requires_grad_()
-    with pytest.raises(RuntimeError, match="nothing in verl sums the gradient"):
+    with pytest.raises(RuntimeError, match="not come straight from a mapping that sums their gradient"):
         kernel.linear_cross_entropy(hidden, *rest)
     with torch.no_grad():
         assert_near(kernel.linear_cross_entropy(hidden, *rest)[0], expected, 2e-5)
@@ -266,6 +266,9 @@ def test_a_function_of_other_code_stays(member, verl):
     assert ours is not stock
     module = verls("models.mcore.model_forward_fused")  # imports ours
     assert module.linear_cross_entropy is ours
+    kernel.linear_cross_entropy = stock  # put back by hand
+    door.patch()
+    assert kernel.linear_cross_entropy is ours
     door.unpatch()
     assert kernel.linear_cross_entropy == stock
     other = object()
@@ -278,13 +281,7 @@ def test_a_function_of_other_code_stays(member, verl):
         assert len(said) == 1 and f"{place.__name__}.linear_cross_entropy is other code's" in said[0], said
 
 
-def test_without_verl_patch_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "verl.utils.kernel.linear_cross_entropy", None)  # its import fails
-    with pytest.raises(ImportError, match="needs verl 0.9 or later .pip install verl."):
-        door.patch()
-
-
-def test_the_environment_skips_masked_tokens_unless_patch_says_otherwise(monkeypatch):
+def test_patch_skips_masked_tokens_as_it_or_the_environment_says_and_names_verl_if_that_is_missing(monkeypatch):
     monkeypatch.syspath_prepend(standin())
     for value, given, skips in (("", None, False), ("0", None, False), ("1", None, True), ("1", False, False)):
         monkeypatch.setenv("PARALLEL_LCE_SKIP_MASKED", value)
@@ -294,6 +291,9 @@ def test_the_environment_skips_masked_tokens_unless_patch_says_otherwise(monkeyp
     monkeypatch.setenv("PARALLEL_LCE_SKIP_MASKED", "yes")
     with pytest.raises(ValueError, match="PARALLEL_LCE_SKIP_MASKED must be 0 or 1, got 'yes'"):
         door.patch()
+    monkeypatch.setitem(sys.modules, "verl.utils.kernel.linear_cross_entropy", None)  # its import fails
+    with pytest.raises(ImportError, match="needs verl 0.9 or later .pip install verl."):
+        door.patch(skip_masked=False)
 
 
 PAGE = (ROOT / "docs" / "rl.md").read_text()

@@ -194,6 +194,22 @@ def dispatches(kind: type[Tensor]) -> bool:
     return not kind.__module__.startswith(TRACING)
 
 
+def check_dtype(name: str, value: Tensor) -> None:
+    """Raise ``ValueError`` for a dtype that no argument of this name may have."""
+    dtype = value.dtype
+    if name in ("input", "teacher_hidden") and dtype not in FLOATS:
+        raise ValueError(f"{name} must be bfloat16, float16, float32 or float64, got {dtype}")
+    if name in ("target", "selected", "selected_offsets") and dtype not in INTEGERS:
+        classes = " (class probabilities are not supported)" if name == "target" else ""
+        raise ValueError(f"{name} must hold ids of an integer dtype, got {dtype}{classes}")
+    if name == "token_weight" and value.is_complex():
+        raise ValueError(f"token_weight must be real, got {dtype}")
+    if name in ("logit_scale", "temperature", "teacher_log_probs") and not value.is_floating_point():
+        raise ValueError(f"{name} must be floating-point, got {dtype}")
+    if name == "mask" and dtype != torch.bool:
+        raise ValueError(f"mask must be torch.bool, got {dtype}")
+
+
 def _check_each(options: Options, tensors: Tensors) -> None:
     """Raise unless each is a plain tensor on the input's device, of a dtype that fits, or None if it is optional."""
     required = ("input", "linear_weight") + ("target",) * (options.kind == "loss")
@@ -207,18 +223,10 @@ def _check_each(options: Options, tensors: Tensors) -> None:
         check_kind(name, value)
         if value.device != tensors.input.device:
             raise ValueError(f"{name} is on {value.device} and input is on {tensors.input.device}")
+        check_dtype(name, value)
         dtype = tensors.input.dtype
-        if name == "input" and dtype not in FLOATS:
-            raise ValueError(f"input must be bfloat16, float16, float32 or float64, got {dtype}")
         if name in ("linear_weight", "linear_bias") and value.dtype != dtype:
             raise ValueError(f"{name} is {value.dtype} and input is {dtype}: cast one, or use torch.autocast")
-        if name in ("target", "selected", "selected_offsets") and value.dtype not in INTEGERS:
-            classes = " (class probabilities are not supported)" if name == "target" else ""
-            raise ValueError(f"{name} must hold ids of an integer dtype, got {value.dtype}{classes}")
-        if name == "token_weight" and value.is_complex():
-            raise ValueError(f"token_weight must be real, got {value.dtype}")
-        if name in ("logit_scale", "temperature") and not value.is_floating_point():
-            raise ValueError(f"{name} must be floating-point, got {value.dtype}")
         if name in ("token_weight", "logit_scale", "temperature"):
             check_no_gradient(name, value)
 

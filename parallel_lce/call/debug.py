@@ -93,7 +93,7 @@ def agree(
 
     Returns every rank's ``shard``. Collectives: two all-gathers, of 1 int64 and of the longest message's bytes.
     """
-    values, state.others = {"function": function, **values, **state.others}, {}
+    values, state.others = {"function": function, **state.others, **values}, {}
     texts = {name: _text(value) for name, value in values.items()}
     projected = None if near is None else _projected(near[1])
     messages = _gathered(layout, {"texts": texts, "shard": shard, "near": projected})
@@ -149,7 +149,9 @@ def _covered(shards: list[Part], vocab_size: int | None) -> int:
     for start, rows in sorted(s[:2] for s in shards if s[1]):
         if start != end:
             kind = "a gap" if start > end else "an overlap"
-            raise ValueError(f"the vocabulary shards leave {kind}: one ends at {end}, the next starts at {start}")
+            of_ranks = ", ".join(f"rank {rank} has [{s[0]}, {s[0] + s[1]})" for rank, s in enumerate(shards))
+            between = "{} and {}".format(*sorted((start, end)))
+            raise ValueError(f"the vocabulary shards leave {kind} between {between}: {of_ranks}")
         end = start + rows
     if end == 0:
         raise ValueError(f"the vocabulary is empty: none of the {len(shards)} shards has a row")
@@ -198,7 +200,7 @@ def _projected(numbers: Tensor) -> list[list[float]]:
     flat = numbers.detach().reshape(-1, max(1, numbers.shape[-1])).double()
     generator = torch.Generator().manual_seed(0)
     direction = torch.randn(flat.shape[1], generator=generator, dtype=torch.float64, device="cpu").to(flat.device)
-    return torch.stack([flat.norm(dim=1), flat @ direction]).nan_to_num().tolist()
+    return torch.stack([flat.norm(dim=1), flat @ direction]).nan_to_num(torch.finfo(torch.float64).max).tolist()
 
 
 def _check_near(name: str, projected: list[list[list[float]]]) -> None:

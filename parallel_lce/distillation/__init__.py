@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs
-from parallel_lce.call.checks import check_value, described, int64_ids, public, renamed
+from parallel_lce.call.checks import check_dtype, check_value, described, int64_ids, public, renamed
 from parallel_lce.call.prepare import autocasted, check, prepare
 from parallel_lce.core.collectives import Shard
 from parallel_lce.core.memory import out_of_inference
@@ -180,8 +180,7 @@ def top_k_divergence(
         check(options, autocasted(given), group)
         ids = given.selected
         log_q = check_value("teacher_log_probs", log_q, "teacher_ids", ids)
-        if not log_q.is_floating_point():
-            raise ValueError(f"teacher_log_probs must be floating-point, got {log_q.dtype}")
+        check_dtype("teacher_log_probs", log_q)
         factors = _factors(given.target, ignore_index, reduction, ids.shape[:-1], given.input)
         counted = factors != 0
         debug.compare_later({"counted tokens": counted})

@@ -212,6 +212,7 @@ def _checked_mask(mask: Tensor | None, tokens: torch.Size, tensors: Tensors) -> 
     """The ``mask``. Raises ``ValueError`` as :func:`compacted`."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != tokens:
         given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        given += ": counted_tokens is the number of its tokens" if mask is None else ""
         raise ValueError(f"mask must be torch.bool of the tokens' shape {list(tokens)}, got {given}")
     check_kind("mask", mask)
     if mask.device != tensors.input.device:

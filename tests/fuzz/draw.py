@@ -52,9 +52,7 @@ class Configuration:
     ``edge``: '', or what numbers lie at: 'cap' (logits saturate a soft-cap), 'flat' (nearly equal logits), 'mean'
     (such, and rows of the weight that share a mean), 'window' (the same, where the bias excludes one entry of each
     window), 'nan' (beside an infinite logit, of every token), 'cold' (some temperatures are infinite) or 'close'
-    (student and teacher).
-
-    Of a divergence, the teacher's hidden size is ``E``."""
+    (student and teacher, whose hidden size is ``E``)."""
 
     kind: str
     ranks: int

@@ -54,7 +54,7 @@ class LinearCrossEntropyParallel(ParallelStyle):
                 raise ValueError(f"linear_weight must be a DTensor, got {described(weight)}: use ColwiseParallel()")
             if isinstance(hidden, Tensor) and not isinstance(hidden, DTensor):
                 if not module.options["reduce_hidden_grad"]:
-                    raise ValueError("reduce_hidden_grad=False, and input is no DTensor: DTensor would sum its gradient")
+                    raise ValueError("reduce_hidden_grad=False, and input is no DTensor: the style sums its gradient")
                 hidden = DTensor.from_local(hidden, device_mesh, (self.input_layouts,), run_check=False)
                 args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"input": hidden})
             return args, kwargs

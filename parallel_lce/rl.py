@@ -188,7 +188,7 @@ def _of_ids(
     with torch.set_grad_enabled(gradients), renamed(process_group="tp_group", **_NAMES):
         found: Any = statistics_of(options._replace(vocab_start=start), tensors, group, mask, count)
     log_probs, inside = found.target_log_prob, (target >= 0) & (target < found.vocab_size)
-    return log_probs - log_probs.detach().masked_fill(inside, 0.0)
+    return torch.where(inside, log_probs, (log_probs - log_probs.detach()).nan_to_num(0.0))
 
 
 def _flat(value: Any, trailing: int = 0) -> Any:

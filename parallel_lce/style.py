@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, compiler, nn
+from torch import Tensor, compiler, is_grad_enabled, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from parallel_lce.call import debug
-from parallel_lce.call.checks import as_group, described, public
+from parallel_lce.call.checks import described, public
 from parallel_lce.modules import LinearCrossEntropy
 
 
@@ -27,7 +27,8 @@ class LinearCrossEntropyParallel(ParallelStyle):
         use_local_output: True: the loss is a plain tensor, the same on every rank. False: a DTensor.
 
     Raises:
-        ValueError: another module, or no placement. In a call: another placement, or a weight that is not sharded.
+        ValueError: another module, or no placement. In a call: another placement, or a weight that is not sharded; or
+            ``reduce_hidden_grad=False`` and an input that is no DTensor.
     """
 
     def __init__(self, *, input_layouts: Placement | None = None, use_local_output: bool = True) -> None:
@@ -42,18 +43,20 @@ class LinearCrossEntropyParallel(ParallelStyle):
             given = f"{type(module).__name__}; if it wraps one, as torch.compile does, apply the plan before"
             raise ValueError(f"this style is for parallel_lce.LinearCrossEntropy, and this module is a {given}")
 
-        group = as_group(device_mesh)
+        if device_mesh.ndim != 1:
+            raise ValueError(f"device_mesh must have one dimension, as mesh['tp'], got one of {device_mesh.ndim}")
 
         @public
         def with_placements(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             if not compiler.is_compiling():
-                debug.state.group = group
+                debug.state.group = device_mesh.get_group()
             hidden = args[0] if args else kwargs.get("input")
             weight = args[1] if len(args) > 1 else kwargs.get("linear_weight")
             if not isinstance(weight, DTensor):
                 raise ValueError(f"linear_weight must be a DTensor, got {described(weight)}: use ColwiseParallel()")
             if isinstance(hidden, Tensor) and not isinstance(hidden, DTensor):
-                if not module.options["reduce_hidden_grad"]:
+                trained = is_grad_enabled() and hidden.requires_grad and device_mesh.size() > 1
+                if trained and not module.options["reduce_hidden_grad"]:
                     raise ValueError("reduce_hidden_grad=False, and input is no DTensor: the style sums its gradient")
                 hidden = DTensor.from_local(hidden, device_mesh, (self.input_layouts,), run_check=False)
                 args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"input": hidden})

@@ -150,8 +150,8 @@ def _why_not_fused(loss_fn: Any, lm_head: Any) -> str | None:
 @override(target=ChunkedLossWrapper.Config, description="output projection and cross-entropy without logits")
 def linear_cross_entropy(cfg: ChunkedLossWrapper.Config, **options: Any) -> ChunkedLossWrapper.Config:
     """The override's factory: ``cfg`` as a :class:`LinearCrossEntropyLoss.Config` with these options."""
-    kinds = ChunkedLossWrapper.Config, LinearCrossEntropyLoss.Config
-    if type(cfg) in kinds and type(cfg.loss_fn) is CrossEntropyLoss.Config:
+    stock = type(cfg) is ChunkedLossWrapper.Config and type(cfg.loss_fn) is CrossEntropyLoss.Config
+    if stock or type(cfg) is LinearCrossEntropyLoss.Config:
         return derive(cfg, LinearCrossEntropyLoss.Config, **options)
     left = f"torchtitan's own code runs {type(cfg).__qualname__} of {type(cfg.loss_fn).__qualname__}"
     warn(f"{_OURS}: {left}: only ChunkedLossWrapper of CrossEntropyLoss is fused", UserWarning)

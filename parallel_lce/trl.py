@@ -4,6 +4,7 @@ onto the vocabulary in tiles."""
 from __future__ import annotations
 
 import importlib
+import re
 from functools import partial
 from typing import Any
 
@@ -37,9 +38,10 @@ class _Fused:
                 raise ValueError("its weight is a parameter of ZeRO-3")
             return self._log_probs(*arguments)
         except (ValueError, NotImplementedError) as refusal:
-            reason = str(refusal).partition(", got ")[0].partition(" [")[0]  # sizes differ by batch
-        if reason not in self._said:
-            self._said.add(reason)
+            reason = str(refusal).partition(", got ")[0]
+        key = re.sub(r"\d+", "", reason)  # sizes differ by batch
+        if key not in self._said:
+            self._said.add(key)
             warn(f"parallel_lce: TRL's own {self.own.__name__} runs: {reason}", TRLWarning)
         return self.own.apply(*arguments)
 

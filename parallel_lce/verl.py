@@ -36,7 +36,7 @@ def _linear_cross_entropy(
     if several and trained and type(hidden.grad_fn).__name__ not in neighbours.VERL_SUMMED:
         raise RuntimeError(
             "parallel_lce.verl: the hidden states do not come straight from a mapping that sums their gradient over "
-            "the tensor-parallel ranks, as verl has none on Megatron without sequence parallelism: set "
+            "the tensor-parallel ranks. On Megatron verl has one with sequence parallelism alone: set "
             "megatron.sequence_parallel=True, or use_fused_kernels=False. In a forward of your own call "
             "parallel_lce.rl.linear_cross_entropy"
         )
@@ -96,9 +96,9 @@ def patch(*, skip_masked: bool | None = None) -> None:
         stock = kernel.LinearCrossEntropy.apply
     except (ImportError, AttributeError) as error:
         raise ImportError(f"parallel_lce.verl needs verl 0.9 or later (pip install verl): {error}") from error
-    unpatch()
     _settings["skip_masked"] = skip_masked
     if kernel.linear_cross_entropy == stock:
+        _replacements.pop((kernel, _NAME), None)  # verl's own came back
         _replacements.replace(kernel, _NAME, lambda own: _linear_cross_entropy)
     for name in (neighbours.VERL_KERNEL, *neighbours.VERL_USERS):
         if getattr(sys.modules.get(name), _NAME, _linear_cross_entropy) != _linear_cross_entropy:

@@ -105,7 +105,7 @@ OF_STATISTICS = [
     *((name, "must be True or False, got", "no", TWO[0], 1) for name in ("mean_logit", "entropy")),
     *((name, "must be True or False, got", "no", TWO[0], 1) for name in ("argmax", "sum_p_squared")),
     ("top_k", "must be None or a number of entries >= 1, got 0", 0),
-    ("mask", r"must be torch.bool of the tokens' shape \[6\], got NoneType", dict(counted_tokens=3)),
+    ("mask", r"must be torch.bool of the tokens' shape \[6\], got NoneType: counted", dict(counted_tokens=3)),
     ("mask", r"must be torch.bool .* got torch.float32 \[6\]", ZEROS, dict(mask=ZEROS, counted_tokens=3)),
     ("mask", r"must .* shape \[6\], got torch.bool \[2, 3\]", dict(mask=(ZEROS > 0).view(2, 3), counted_tokens=3)),
     ("", "without offsets, where a mask is given", dict(mask=ZEROS == 0, counted_tokens=N, selected=PAIR)),

@@ -275,7 +275,7 @@ def test_a_style_refuses(member):
         parallel_lce.LinearCrossEntropyParallel(input_layouts=(Shard(1),))
     with pytest.raises(ValueError, match=r"is for parallel_lce.LinearCrossEntropy, and this module is a Linear"):
         parallelize_module(nn.Linear(2, 2), mesh, style)
-    with pytest.raises(ValueError, match="or None, got DeviceMesh of 2 dimensions"):
+    with pytest.raises(ValueError, match="must have one dimension, as .*, got one of 2"):
         parallelize_module(parallel_lce.LinearCrossEntropy(), mesh_of(member.device.type, (1, 2), ("dp", "tp")), style)
     model, whole = Model(member.device), problem(device=member.device)
     parallelize_module(model, mesh, {"head": ColwiseParallel(), "loss": style})
@@ -286,6 +286,8 @@ def test_a_style_refuses(member):
     model.loss.options["reduce_hidden_grad"] = False
     with pytest.raises(ValueError, match="^reduce_hidden_grad=False, and input is no DTensor"):
         model(whole["input"], whole["target"])
+    with torch.no_grad():
+        assert model(whole["input"], whole["target"]).isfinite()
 
 
 @pytest.mark.parametrize(("sequence_parallel", "reshard"), [(False, True), (True, False)])

@@ -54,7 +54,6 @@ def _compiled(model):
     return torch.compile(model, backend="eager")
 
 
-# What is around the model, and which it is.
 WRAPPED = {
     "plain": (None, dict(sequence_parallel=True)),
     "tied": (None, dict(tied=True, mtp=1, sequence_parallel=True)),

@@ -28,12 +28,10 @@ FILE = re.compile(rf"(?<![\w/.-])(?:\./)?((?:{FOLDERS})/[\w./-]*\w)")
 MODULE = re.compile(r"-m ((?:parallel_lce|benchmarks)\b[\w.]*)")
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 SETTING = re.compile(r"(?<![\w./-])((?:text|model|train|loss|parallel|memory|compare|snapshots)\.\w+)=(?! )")
-# The files in which the options of the programs stand.
 SOURCES = [*(ROOT / "benchmarks").rglob("*.py"), ROOT / "launch" / "training" / "config.py"]
 SOURCES += [ROOT / "tests" / name for name in ("conftest.py", "fuzz/program.py", "sanitize.py")]
 PROGRAM = re.compile(r"launch/(\w+)\.(?:sh|py)|-m (benchmarks[.\w]*)|tests/(fuzz|sanitize)\b")
 OPTIONS_OF_OTHERS = {"--override"}  # of torchtitan
-# Names that stand for others.
 PLACEHOLDERS = {"examples/NAME.py", "tests/test_x.py"}
 
 

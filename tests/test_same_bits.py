@@ -17,7 +17,6 @@ from tools import chosen_backend, on_ranks, shrunk
 EVERY = dict(mean_logit=True, sum_p_squared=True, argmax=True, top_k=2)
 """Statistics beside those of a loss, but for the entropy."""
 NAMES = "target_log_prob", "lse", "max_logit", "mean_logit", "sum_p_squared", "argmax", "top_logits", "top_ids"
-# Tokens, vocabulary, and the options of a call.
 CASES = {
     "plain": {},
     "a soft-cap": dict(logit_softcap=4.0),

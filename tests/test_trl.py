@@ -108,7 +108,7 @@ def test_what_ours_refuse_trls_own_computes_and_it_is_said_once(member, release)
     x, w, ids = torch.randn(5, D), torch.randn(V, D), torch.arange(5)
     of_zero, quantized = torch.nn.Parameter(w.clone()), w.as_subclass(_Wrapper)
     of_zero.ds_id = 3
-    cases = {"temperature must be": (x, w, None, ids, torch.tensor(0.7), 9)}
+    cases = {"or a tensor of target's shape [5]": (x, w, None, ids, torch.tensor(0.7), 9)}
     cases |= {"of ZeRO-3": (x, of_zero, None, ids, 1.0, 9), "_Wrapper": (x, quantized, None, ids, 1.0, 9)}
     with patched(release) as (_, ours):
         for words, given in cases.items():

@@ -24,6 +24,8 @@ from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.private import TRACING, AsyncCollectiveTensor
 
 F = TypeVar("F", bound=Callable)
+_OPERANDS = {*"input linear_weight linear_bias teacher_hidden teacher_weight teacher_bias".split()}
+_FACTORS = {"logit_scale", "teacher_logit_scale", "temperature", "teacher_log_probs"}
 # What torch.distributed.new_group returns to a process that is not a member.
 _NO_MEMBER: Any = dist.GroupMember.NON_GROUP_MEMBER
 
@@ -197,14 +199,14 @@ def dispatches(kind: type[Tensor]) -> bool:
 def check_dtype(name: str, value: Tensor) -> None:
     """Raise ``ValueError`` for a dtype that no argument of this name may have."""
     dtype = value.dtype
-    if name in ("input", "teacher_hidden") and dtype not in FLOATS:
+    if name in _OPERANDS and dtype not in FLOATS:
         raise ValueError(f"{name} must be bfloat16, float16, float32 or float64, got {dtype}")
     if name in ("target", "selected", "selected_offsets") and dtype not in INTEGERS:
         classes = " (class probabilities are not supported)" if name == "target" else ""
         raise ValueError(f"{name} must hold ids of an integer dtype, got {dtype}{classes}")
     if name == "token_weight" and value.is_complex():
         raise ValueError(f"token_weight must be real, got {dtype}")
-    if name in ("logit_scale", "temperature", "teacher_log_probs") and not value.is_floating_point():
+    if name in _FACTORS and not value.is_floating_point():
         raise ValueError(f"{name} must be floating-point, got {dtype}")
     if name == "mask" and dtype != torch.bool:
         raise ValueError(f"mask must be torch.bool, got {dtype}")

@@ -200,13 +200,16 @@ def _projected(numbers: Tensor) -> list[list[float]]:
     flat = numbers.detach().reshape(-1, max(1, numbers.shape[-1])).double()
     generator = torch.Generator().manual_seed(0)
     direction = torch.randn(flat.shape[1], generator=generator, dtype=torch.float64, device="cpu").to(flat.device)
-    return torch.stack([flat.norm(dim=1), flat @ direction]).nan_to_num(torch.finfo(torch.float64).max).tolist()
+    return torch.stack([flat.norm(dim=1), flat @ direction]).tolist()
 
 
 def _check_near(name: str, projected: list[list[list[float]]]) -> None:
     """Raise ``ValueError`` unless all ranks have nearly the same numbers."""
     norm, along = torch.tensor(projected, dtype=torch.float64, device="cpu").unbind(1)
-    apart = (norm - norm[0]).abs() + (along - along[0]).abs() > _NEAR * norm.amax(0)
+    near = (norm - norm[0]).abs() + (along - along[0]).abs() <= _NEAR * norm.nan_to_num(0.0, 0.0).amax(0)
+    # Of NaN and infinite numbers.
+    same = [(numbers == numbers[0]) | (numbers.isnan() & numbers[0].isnan()) for numbers in (norm, along)]
+    apart = ~(near | (same[0] & same[1]))
     if apart.any():
         rank, token = apart.nonzero()[0].tolist()
         raise ValueError(

@@ -188,7 +188,8 @@ def _of_ids(
     with torch.set_grad_enabled(gradients), renamed(process_group="tp_group", **_NAMES):
         found: Any = statistics_of(options._replace(vocab_start=start), tensors, group, mask, count)
     log_probs, inside = found.target_log_prob, (target >= 0) & (target < found.vocab_size)
-    return torch.where(inside, log_probs, (log_probs - log_probs.detach()).nan_to_num(0.0))
+    outside = (log_probs - log_probs.detach()).nan_to_num(0.0)  # 0, with the gradient of -lse
+    return torch.where(inside, log_probs, outside)
 
 
 def _flat(value: Any, trailing: int = 0) -> Any:

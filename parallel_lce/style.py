@@ -42,7 +42,6 @@ class LinearCrossEntropyParallel(ParallelStyle):
         if not isinstance(module, LinearCrossEntropy):
             given = f"{type(module).__name__}; if it wraps one, as torch.compile does, apply the plan before"
             raise ValueError(f"this style is for parallel_lce.LinearCrossEntropy, and this module is a {given}")
-
         if device_mesh.ndim != 1:
             raise ValueError(f"device_mesh must have one dimension, as mesh['tp'], got one of {device_mesh.ndim}")
 

@@ -48,6 +48,10 @@ def _all(a) -> dict:
     return dict(mask=a["target"] >= 0)
 
 
+def _ignored(a) -> dict:
+    return dict(target=torch.full_like(a["teacher_ids"][:, 0], -100), teacher_ids=-torch.ones_like(a["teacher_ids"]))
+
+
 def _bias(a: dict) -> dict:
     return dict(linear_bias=a["input"].new_ones(V))
 
@@ -87,10 +91,7 @@ SILENT = {
     "statistics, mask": (lambda a: dict(mask=a["target"] != a["target"][0]), "(?<=about )mask", DIGEST, DIGEST, _all),
     "logits, V": (lambda a: dict(vocab_parallel_logits=a["vocab_parallel_logits"][:, 1:]), "entries.*", "10", "9"),
     "top_k, values": (_moved("teacher_log_probs", 3), "teacher_log_probs", DIGEST, DIGEST),
-    "top_k, ignored": (
-        *(_moved("target", 3), "counted tokens", DIGEST, DIGEST),
-        lambda a: dict(target=a["teacher_ids"].new_full((N,), -100), teacher_ids=-torch.ones_like(a["teacher_ids"])),
-    ),
+    "top_k, ignored": (_moved("target", 3), "counted tokens", DIGEST, DIGEST, _ignored),
 }
 _whole, *_named = SILENT["loss, SP"]  # and with counts: hidden states are gathered first
 SILENT["loss, SP of some"] = ((lambda a: _whole(a) | dict(counted_tokens=3 * N)), *_named, dict(counted_tokens=N))
@@ -277,7 +278,7 @@ def test_equal_shards_that_are_no_mistake(member):
     with debug_mode():
         for shard, target in ((torch.zeros_like(w), y), (w[:1], y % 2), (own, y)):
             assert loss(x, shard, target, **where).isfinite()
-        assert loss(x, w * torch.nan, y, **where).isnan()
+        assert loss(x, w * torch.nan, y, **where).isnan() and loss(x / 0, own, y, **where).isnan()
         assert torch.equal(loss(x, w, y, vocab_size=V, **where), loss(x, w, y))
 
 

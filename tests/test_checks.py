@@ -79,6 +79,7 @@ TENSORS = [
     ("target", r"must hold .* integer dtype, got .*probabilities are not", ZEROS, torch.zeros(N, V), ZEROS > 0),
     ("linear_bias", r"must have shape \[10\].* linear_weight \[10, 4\], got", torch.zeros(9), torch.zeros(V, 1)),
     ("linear_bias", "must be a tensor or None, got float", 0.0),
+    ("linear_bias", "must be bfloat16, float16, float32 or float64, got torch.int64", torch.zeros(V).long()),
     ("token_weight", r"must have shape \[6\] for input \[6, 4\], got \[5\]", ZEROS[1:]),
     ("token_weight", "must be real, got torch.complex64", torch.zeros(N, dtype=torch.complex64)),
     ("logit_scale", "must be floating-point, got torch.int64", IDS),

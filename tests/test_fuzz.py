@@ -118,7 +118,6 @@ GIVEN = [
     replace(STATISTICS, ranks=2, shards=((0, 300), (300, 400)), starts_given=True),
 ]
 LOSS = Configuration("loss", *(1, (40,), 32, 700, ((0, 700),), 12, "bf16"), reduction="none", block_bytes=40_000)
-# A window of -inf alone lies far above the rest.
 FAR_BELOW = replace(LOSS, bias="masked", offset=-120.0, tile=(16, 32))
 NO_WEIGHT = replace(LOSS, token_weight="zero", reduction="mean")
 GIVEN += [

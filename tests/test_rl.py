@@ -124,6 +124,7 @@ def _of_ids(member: Member, trainer: str, inference_only: bool, vocab_size):
         more = {} if vocab_size is None else dict(vocab_size=vocab_size, logits_budget=0)
         rest = *given, member.group, inference_only, None, 4
         found = rl.from_parallel_hidden_states_to_logprobs(x, rows[0], True, *rest, bias=rows[1], **more)
+        assert rl.from_parallel_hidden_states_to_logprobs(x * torch.nan, rows[0], True, *rest, **more)[1, 3] == 0
     else:
         x, rows = x.view(B, S, D).double().requires_grad_(), rows[:1]
         found = rl.FusedLinearLogprobTriton.apply(x, *rows, *given, 4, member.group, inference_only)

@@ -218,7 +218,6 @@ class Twice(torch.Tensor):
         return 2 * result.as_subclass(torch.Tensor) if function is F.linear else result
 
 
-# A hook as of PyTorch's ColwiseParallel.
 OfAStyle = type(
     "OfAStyle", (), {"__module__": "torch.distributed.tensor._api", "__call__": lambda *given: 2 * given[-1]}
 )

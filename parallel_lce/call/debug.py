@@ -150,8 +150,8 @@ def _covered(shards: list[Part], vocab_size: int | None) -> int:
         if start != end:
             kind = "a gap" if start > end else "an overlap"
             of_ranks = ", ".join(f"rank {rank} has [{s[0]}, {s[0] + s[1]})" for rank, s in enumerate(shards))
-            between = "{} and {}".format(*sorted((start, end)))
-            raise ValueError(f"the vocabulary shards leave {kind} between {between}: {of_ranks}")
+            low, high = sorted((start, end))
+            raise ValueError(f"the vocabulary shards leave {kind} between {low} and {high}: {of_ranks}")
         end = start + rows
     if end == 0:
         raise ValueError(f"the vocabulary is empty: none of the {len(shards)} shards has a row")
@@ -205,11 +205,11 @@ def _projected(numbers: Tensor) -> list[list[float]]:
 
 def _check_near(name: str, projected: list[list[list[float]]]) -> None:
     """Raise ``ValueError`` unless all ranks have nearly the same numbers."""
-    norm, along = torch.tensor(projected, dtype=torch.float64, device="cpu").unbind(1)
+    numbers = torch.tensor(projected, dtype=torch.float64, device="cpu")
+    norm, along = numbers.unbind(1)
     near = (norm - norm[0]).abs() + (along - along[0]).abs() <= _NEAR * norm.nan_to_num(0.0, 0.0).amax(0)
-    # Of NaN and infinite numbers.
-    same = [(numbers == numbers[0]) | (numbers.isnan() & numbers[0].isnan()) for numbers in (norm, along)]
-    apart = ~(near | (same[0] & same[1]))
+    same = numbers.isclose(numbers[0], 0.0, 0.0, equal_nan=True).all(1)  # also of NaN and infinite ones
+    apart = ~(near | same)
     if apart.any():
         rank, token = apart.nonzero()[0].tolist()
         raise ValueError(

@@ -7,7 +7,6 @@ kernels/launch.py, what the doors use of their neighbours in neighbours.py.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -47,6 +46,10 @@ def exporting() -> bool:
     return torch.compiler._is_exporting_flag  # pyright: ignore[reportAttributeAccessIssue]
 
 
+# What Dynamo makes of the frames that this thread runs; None: it leaves them alone.
+_frame_callback: Callable[[], Any] = _torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
 def outside_graphs(function: F, reason: str | None = None, calls_too: bool = True) -> F:
     """Decorates a function at which graphs of torch.compile break, and in which it makes none. ``calls_too``: nor does
     it in functions that this one calls. ``reason``: what torch.compile says where a graph that must be whole breaks
@@ -56,7 +59,7 @@ def outside_graphs(function: F, reason: str | None = None, calls_too: bool = Tru
 
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:  # then torch.compile runs nowhere
+        if _frame_callback() is None:  # torch.compile does not run on this thread
             return function(*given, **named)
         if not outside:
             from torch._dynamo.eval_frame import skip_code

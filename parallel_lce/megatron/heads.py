@@ -20,8 +20,8 @@ from parallel_lce.patching import Derived
 _PLACES = [(pkgutil.resolve_name(place), name) for place, names in MEGATRON.items() for name in names.split()]
 """Of each function in ``MEGATRON`` the module or class that holds it, and its name there."""
 
-_found: dict[tuple[Any, str], Any] = {}
-"""What a call last found there, if Megatron wrote it."""
+_found: list[Any] = []
+"""What a call last found there, if Megatron wrote all of it."""
 
 
 class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
@@ -73,14 +73,13 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
 def _why_real(layer: Any, own: Any, used: Any) -> str | None:
     """Why a call of an output layer must make real logits. The fused loss stands for Megatron's own functions alone.
     ``used``: its ``own`` weight, or the one passed to it, which may be a detached view of that."""
-    for place in _PLACES:  # at each call, since a program may replace one later
-        owner, name = place
-        function = vars(owner).get(name)
-        if function is not None and function is not _found.get(place):
-            if not is_megatrons(function):
+    found = [vars(owner).get(name) for owner, name in _PLACES]  # at each call: a program may replace one later
+    if found != _found:
+        for (owner, name), function in zip(_PLACES, found):
+            if function is not None and not is_megatrons(function):
                 return f"{owner.__name__}.{name} is not Megatron's own; leave Megatron's in place"
-            _found[place] = function
-    if not is_megatrons(layer._forward_impl):
+        _found[:] = found
+    if layer._forward_impl not in found and not is_megatrons(layer._forward_impl):
         return "_forward_impl is not Megatron's own; leave Megatron's in place"
     if used is None:
         return "the output layer has no parameter named weight, and none is passed to it; fold parametrizations into it"

@@ -120,6 +120,22 @@ def test_losses_over_ranks_are_those_of_eager_mode(member, sequence_parallel):
             assert_as_eager(compiled(loss)[0], loss, t, member.device.type)
 
 
+def test_a_weight_whose_memory_is_another_in_backward_runs_no_second_forward(device):
+    """As under FSDP2. On some ranks alone it is another, and a second forward would gather."""
+    t = operands(24, device)
+    loss = compiled(loss_of("saved"))[0](t.x, t.weight, t.target)
+    storage, before, kept = t.weight.untyped_storage(), t.weight.data_ptr(), t.weight.detach().clone()
+    with torch.autograd._unsafe_preserve_version_counter(t.weight):
+        storage.resize_(0)
+        others = [kept.clone() for _ in range(8)]
+        storage.resize_(kept.nbytes)
+        t.weight.data.copy_(kept)
+    assert t.weight.data_ptr() != before, others
+    with counted_forwards(backend_of(t.weight)) as rows:
+        loss.backward()
+    assert not rows
+
+
 @on_ranks(2)
 def test_logits_that_exist_are_checked_at_each_call(member):
     """Not as at the first call of a compiled function, which was before debug mode."""

@@ -46,8 +46,20 @@ def exporting() -> bool:
     return torch.compiler._is_exporting_flag  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# What Dynamo makes of the frames that this thread runs; None: it leaves them alone.
-_frame_callback: Callable[[], Any] = _torch._C._dynamo.eval_frame.get_eval_frame_callback
+def recording() -> bool:
+    """Whether torch.export, torch.jit.trace or make_fx records PyTorch's operators, which kernels are not."""
+    by_make_fx = _torch._C._get_dispatch_mode(_torch._C._TorchDispatchModeKey.PROXY) is not None
+    return by_make_fx or exporting() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+
+
+_frames: Any = _torch._C._dynamo.eval_frame
+
+
+def _without_graphs(function: Callable) -> None:
+    """Lets torch.compile leave the code of a function as it is. It may compile the functions that this one calls."""
+    actions = _frames._FrameAction
+    strategy = _frames._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
+    _frames.set_code_exec_strategy(function.__code__, strategy)  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def outside_graphs(function: F, reason: str | None = None, calls_too: bool = True) -> F:
@@ -59,21 +71,15 @@ def outside_graphs(function: F, reason: str | None = None, calls_too: bool = Tru
 
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:
-        if _frame_callback() is None:  # torch.compile does not run on this thread
+        if not calls_too or _frames.get_eval_frame_callback() is None:  # torch.compile does not run on this thread
             return function(*given, **named)
-        if not outside:
-            from torch._dynamo.eval_frame import skip_code
-
-            # That of all such functions: the graphs of each would count for one limit of recompilations.
-            skip_code(call.__code__)  # pyright: ignore[reportAttributeAccessIssue]
-            made: Callable = function
-            if calls_too:
-                made = torch.compiler.disable(function, reason=reason)
-            else:
-                skip_code(function.__code__)
-            outside.append(made)  # not at once, or Dynamo of 2.11 warns of it
+        if not outside:  # not at once, or Dynamo of 2.11 warns of it
+            outside.append(torch.compiler.disable(function, reason=reason))
         return outside[0](*given, **named)
 
+    _without_graphs(call)
+    if not calls_too:
+        _without_graphs(function)
     call._torchdynamo_disable = True  # pyright: ignore[reportAttributeAccessIssue]
     call._torchdynamo_disable_msg = reason  # pyright: ignore[reportAttributeAccessIssue]
     return call  # pyright: ignore[reportReturnType]
@@ -183,6 +189,12 @@ def kept_with(tensor: Tensor) -> Any:
 def take_from(tensor: Tensor) -> Any:
     """The value that is kept with ``tensor``, and is not from now on."""
     return vars(tensor.untyped_storage()).pop(_KEPT, None)
+
+
+def place_of(tensor: Tensor) -> tuple[Any, Any]:
+    """Its storage, as long as that lives, and where it begins there. Not its address: FSDP2 frees a weight's memory and
+    allocates other memory for the same storage, which has the same address on some ranks alone."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
 def has_hooks(tensor: Tensor) -> bool:

@@ -21,7 +21,7 @@ from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import COUNT_OPTIONS, FLOAT_OPTIONS, Options, Tensors
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import Needs
-from parallel_lce.core.private import constant_in_graphs, group_of_name, keep_with, take_from
+from parallel_lce.core.private import constant_in_graphs, group_of_name, keep_with, place_of, take_from
 from parallel_lce.run.results import DIFFERENTIABLE, NAMES, present
 from parallel_lce.run.schedule import FIRST_ORDER, function_of
 
@@ -79,7 +79,7 @@ class _ForwardInGraph:
 
     @public
     def __init__(self, options: Options, tensors: Tensors, needs: Needs, group: Any) -> None:
-        self.addresses = [tensor.data_ptr() for tensor in tensors.named().values()]
+        self.places = [place_of(tensor) for tensor in tensors.named().values()]
         self.call, inputs = prepare(options, tensors, group, needs)
         self.function = function_of(self.call)
         with torch.no_grad():
@@ -160,7 +160,7 @@ def _backward_operator(tensors, floats, counts, others, handle, upstream, wanted
     needs = Needs(*[wanted_of.get(name, False) for name in ("input", "linear_weight", "linear_bias")])
     forward = take_from(handle)
     # A graph that computes a tensor again for its backward may have written over the first one's memory.
-    if forward is None or forward.addresses != [tensor.data_ptr() for tensor in tensors]:
+    if forward is None or forward.places != [place_of(tensor) for tensor in tensors]:
         # The graph has cast the tensors already, by the autocast of its forward.
         with torch.autocast(given.input.device.type, enabled=False):
             forward = _ForwardInGraph(options, given, needs, group)

@@ -62,7 +62,7 @@ def linear_cross_entropy(
         target: ids ``[...]`` of any integer dtype, the same on all ranks; of the whole sequence. One outside ``[0, V)``
             that is not ``ignore_index`` has loss and gradients NaN, whatever its weight; on a CPU it is refused.
         reduction: 'none': losses of the target's shape. 'sum'. 'mean': the sum divided by the weights of the tokens
-            that are not ignored, over the whole sequence; 0 with gradients of 0 if there is none.
+            that are not ignored, over the whole sequence; 0 with gradients of 0 if those sum to 0.
         token_weight: of the target's shape and any real dtype, without a gradient. A weight of 0 gives one of 0.
         logit_scale, temperature: a Python number; or a floating-point tensor of the target's shape, the same on all
             ranks, without a gradient. Temperatures are > 0; those of a tensor are not checked.

@@ -264,7 +264,7 @@ def _patched(base: type) -> Any:
     """A subclass of a model's class, of the same name. Without :func:`patch` its objects are those of ``base``."""
     if issubclass(base, Derived):  # fully_shard has derived it from ours
         return base
-    get = base.loss_function.fget  # by a name that Dynamo can trace
+    traceable = base.loss_function.fget
 
     class Patched(Derived, base):
         _made_by = _patched, base
@@ -278,7 +278,8 @@ def _patched(base: type) -> Any:
         forward.__signature__ = inspect.signature(base.forward)  # pyright: ignore[reportFunctionMemberAccess]
 
         def _loss_of(self):
-            own, door = get(self), _door_of(self)
+            own = traceable(self) if torch.compiler.is_compiling() else super().loss_function
+            door = _door_of(self)
             if door is None or not neighbours.is_causal_lm_loss(own):
                 return own
             return functools.partial(door.loss, self, own)

@@ -24,7 +24,7 @@ from megatron_models import HIDDEN, Model, batch, build, losses_of, of_other_rel
 from megatron_training import compare, side_by_side, switched
 from parallel_lce.megatron import __main__ as launcher
 from parallel_lce.megatron import explain, fuse, loss, patch, token_log_probs, unpatch
-from tools import arguments_to, on_ranks
+from tools import on_ranks
 from world import Member, forget, launched
 
 SPECS = [*specs(1), *specs(2), *(pytest.param(spec, marks=pytest.mark.slow) for spec in specs(4))]
@@ -111,9 +111,10 @@ def test_each_call_has_the_settings_patched_last(member):
     given = data.tokens, data.positions, data.mask, data.labels
 
     def settings(entry: str, call, *arguments, **options) -> tuple:
-        with arguments_to(loss, entry) as found:
+        with mock.patch.object(loss, entry, wraps=getattr(loss, entry)) as called:
             call(model, *arguments, **options)
-        ((of_loss, *_),) = found
+        (found,) = called.call_args_list
+        of_loss = found.args[0]
         return of_loss.logits_budget, of_loss.reduce_dtype, of_loss.gradient_filter
 
     exact, filtered = (12345, torch.float32, None), (12345, torch.float32, 0.25)

@@ -119,10 +119,8 @@ class Step:
         for mine, other in zip(self.tensors, tensors, strict=True):
             mine.copy_(other)
 
-    @contextmanager
     def small_blocks(self):
-        with shrunk(self._block_bytes, self._tile):
-            yield
+        return shrunk(self._block_bytes, self._tile)
 
     def forward(self, function=parallel_lce.linear_cross_entropy) -> torch.Tensor:
         options = self._options | (dict(linear_bias=self.bias[0]) if self.bias else {})

@@ -38,14 +38,6 @@ def after(change):
     return lambda model, given, patch: (change(patch(model)), trained(model, given))[1]
 
 
-def replaced_in_its_loss(model, given, patch):
-    home = sys.modules[model.loss_function.__module__]
-    own = home.fixed_cross_entropy
-    patch(model)
-    with mock.patch.object(home, "fixed_cross_entropy", lambda *args, **named: 3 * own(*args, **named)):
-        return trained(model, given)
-
-
 def around(model):
     own = model.loss_function
     model.loss_function = lambda logits, *rest, **named: own(logits, *rest, **named) + logits.float().mean()
@@ -100,13 +92,21 @@ def parametrized(model, given, patch):
     return found, torch.rand(1)
 
 
-def replaced(owner, name):
-    """With a function in the place of one that the output layer or the loss calls."""
+def tripled(own):
+    if isinstance(own, property):
+        return property(lambda self: tripled(own.fget(self)), own.fset)
+    return functools.wraps(own)(lambda *args, **named: 3 * own(*args, **named))
+
+
+def replaced(home_of, name):
+    """After the patch, what the output layer, the model or the loss finds there."""
 
     def habit(model, given, patch):
-        own = getattr(owner, name)
-        with mock.patch.object(owner, name, functools.wraps(own)(lambda *args, **options: 3 * own(*args, **options))):
-            return trained(patch(model), given)
+        home = home_of(model)
+        own = getattr(home, name)
+        patch(model)
+        with mock.patch.object(home, name, tripled(own)):
+            return trained(model, given)
 
     return habit
 
@@ -170,7 +170,8 @@ def of_its_own(model, given, patch):
 # name: (habit, what is said of it). The last loss is fused if nothing is said, or that its logits are made beside it.
 HABITS = {
     "loss_function around": (after(around), AFTER),
-    "fixed_cross_entropy": (replaced_in_its_loss, BEFORE),
+    "loss_function": (replaced(type, "loss_function"), BEFORE),
+    "fixed_cross_entropy": (replaced(lambda m: sys.modules[m.loss_function.__module__], "fixed_cross_entropy"), BEFORE),
     "a derived head": (derive_head, None),
     "head replaced": (after(replace_head), "its output layer was replaced after patch(model): call it"),
     "trainable tokens": (learns_tokens, "computes its own loss: its output layer was not called, or has a forward"),
@@ -181,9 +182,9 @@ HABITS = {
     "pickle": (copied(lambda model: pickle.loads(pickle.dumps(model))), None),
     "torch.func.grad": (of_torch_func, "makes its logits: torch.func"),
     "parametrized head": (parametrized, AFTER),
-    "nn.Linear.forward": (replaced(nn.Linear, "forward"), "makes its logits: nn.Linear.forward was replaced"),
-    "F.linear": (replaced(F, "linear"), "makes its logits: torch.nn.functional.linear was replaced"),
-    "F.cross_entropy": (replaced(F, "cross_entropy"), "torch.nn.functional.cross_entropy was replaced"),
+    "nn.Linear.forward": (replaced(lambda _: nn.Linear, "forward"), "makes its logits: nn.Linear.forward was replaced"),
+    "F.linear": (replaced(lambda _: F, "linear"), "makes its logits: torch.nn.functional.linear was replaced"),
+    "F.cross_entropy": (replaced(lambda _: F, "cross_entropy"), "torch.nn.functional.cross_entropy was replaced"),
     "a mode": (in_a_mode, "makes its logits: a mode of torch functions is active"),
     "without the loss_function": (of_its_own, "its forward does not call model.loss_function"),
     "state and names": (state, None),

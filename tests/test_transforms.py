@@ -1,11 +1,12 @@
 """What no call supports ends in words, of PyTorch or of ours, and in no number: transforms of torch.func, batches of
-gradients, forward mode, second derivatives, tensors without values, and torch.export."""
+gradients, forward mode, second derivatives, tensors without values, torch.export and other traces."""
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import grad, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import parallel_lce
 from cases import normal
@@ -83,7 +84,8 @@ ASKED = {
     "meta": (lambda f, x, w: f(x.to("meta"), w.to("meta")), ValueError, VALUES),
     "fake": (_fake, ValueError, VALUES),
     "exported": (_exported, ValueError, VALUES),
-    "traced": (lambda f, x, w: torch.jit.trace(f, (x, w)), ValueError, VALUES),
+    "traced": (lambda f, x, w: (f(x, w), torch.jit.trace(f, (x, w))), ValueError, VALUES),  # after a good call
+    "make_fx": (lambda f, x, w: (f(x, w), make_fx(f)(x, w)), ValueError, VALUES),
 }
 
 

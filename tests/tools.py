@@ -5,7 +5,7 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest import mock
@@ -119,19 +119,13 @@ REDUCED = {
 """Options of a loss for each way to spend memory, where blocks are small."""
 
 
-@contextmanager
 def debug_mode():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PARALLEL_LCE_DEBUG", "1")
-        yield
+    return mock.patch.dict(os.environ, PARALLEL_LCE_DEBUG="1")
 
 
-@contextmanager
 def chosen_backend(name: str):
     """``torch``, ``triton``, or the default of an empty name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(backends.VARIABLE, name)
-        yield
+    return mock.patch.dict(os.environ, {backends.VARIABLE: name})
 
 
 DIFFERENTIABLE = tuple(name for name in results_module.DIFFERENTIABLE if name != "selected_log_prob")
@@ -249,20 +243,6 @@ def ran(*command: object, timeout: float = 300, **options) -> subprocess.Complet
     environment |= {"PARALLEL_LCE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     options["env"] = environment | options.get("env", {})
     return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=timeout, **options)
-
-
-@contextmanager
-def arguments_to(module, name: str) -> Iterator[list]:
-    """Yields a list of the positional arguments of the function of this name whenever the module calls it."""
-    original, found = getattr(module, name), []
-
-    def noted(*arguments, **options):
-        result = original(*arguments, **options)
-        found.append(arguments)
-        return result
-
-    with mock.patch.object(module, name, noted):
-        yield found
 
 
 @contextmanager

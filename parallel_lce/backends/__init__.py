@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parallel_lce.core.private import FakeTensor, constant_in_graphs, exporting
+from parallel_lce.core.private import FakeTensor, constant_in_graphs, recording
 
 if TYPE_CHECKING:
     from parallel_lce.backends.interface import Backend
@@ -27,14 +27,12 @@ def backend_of(matrix: Tensor, suitable: tuple[torch.dtype, ...] = (torch.bfloat
 
     By default triton for the ``suitable`` dtypes on NVIDIA devices of capability 8.0 and later where Triton is
     installed, else torch. float64 always runs in the torch backend. The variable is read at each call, or when the call
-    is compiled. Raises ``ValueError`` for a tensor without values, under torch.export and torch.jit.trace.
+    is compiled. Raises ``ValueError`` for a tensor without values, under torch.export, torch.jit.trace and make_fx.
     """
     # For Dynamo every tensor is fake.
-    traced = not torch.compiler.is_dynamo_compiling() and (
-        isinstance(matrix, FakeTensor) or exporting() or torch.jit.is_tracing()  # pyright: ignore
-    )
+    traced = not torch.compiler.is_dynamo_compiling() and (isinstance(matrix, FakeTensor) or recording())
     if matrix.is_meta or traced:
-        where = "not on the meta device, fake, in torch.export or in torch.jit.trace"
+        where = "not on the meta device, fake, in torch.export, torch.jit.trace or make_fx"
         raise ValueError(f"parallel_lce needs tensors with values: {where}")
     # Kernels cannot run with D = 0.
     return named("torch" if matrix.shape[1] == 0 else _name(matrix.device, matrix.dtype, suitable))

@@ -27,7 +27,7 @@ from parallel_lce.core.memory import in_memory, out_of_inference
 from parallel_lce.core.options import Options, Tensors, agreed, as_int64, check_options, with_floats
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import BUDGET_VARIABLE, NOMINAL_SHARD, Needs, Plan, Problem, default_budget, plan
-from parallel_lce.core.private import in_forward_mode, outside_selective_checkpoints
+from parallel_lce.core.private import in_forward_mode, outside_selective_checkpoints, recording
 from parallel_lce.core.selection import Selection
 
 KNOWN: dict[tuple, Call] = {}
@@ -101,9 +101,9 @@ def needs_of(tensors: Tensors) -> Needs:
 def _signature(
     options: Options, tensors: Tensors, layout: Layout, main_grad: MainGrad | None, needs: Needs | None
 ) -> tuple | None:
-    """The signature. None for a call that must be checked in full: in debug mode or forward-mode differentiation, or
-    with an argument that is neither a plain tensor nor a number or string of Python's own types."""
-    if in_forward_mode() or debug.enabled():
+    """The signature. None for a call that must be checked in full: in debug mode, forward-mode differentiation or a
+    trace, or with an argument that is neither a plain tensor nor a number or string of Python's own types."""
+    if in_forward_mode() or recording() or debug.enabled():
         return None
     # 1, 1.0 and True are equal as keys.
     kinds = tuple(map(type, options))

@@ -16,6 +16,7 @@ from cases import DTYPES, make, part
 from measures import ROUNDED, assert_close
 from parallel_lce.backends import backend_of
 from parallel_lce.call import prepare
+from parallel_lce.run.compile import _place_of
 from parallel_lce.run.results import DIFFERENTIABLE
 from tools import counted_forwards, debug_mode, fields, on_ranks, shrunk, small, statistics, watched_backwards
 
@@ -120,8 +121,8 @@ def test_losses_over_ranks_are_those_of_eager_mode(member, sequence_parallel):
             assert_as_eager(compiled(loss)[0], loss, t, member.device.type)
 
 
-def test_a_weight_whose_memory_is_another_in_backward_runs_no_second_forward(device):
-    """As under FSDP2. On some ranks alone it is another, and a second forward would gather."""
+def test_a_weight_is_known_in_other_memory_and_no_other_tensor_in_its_own(device):
+    """As under FSDP2. On some ranks alone its memory is another in backward, and a second forward would gather."""
     t = operands(24, device)
     loss = compiled(loss_of("saved"))[0](t.x, t.weight, t.target)
     storage, before, kept = t.weight.untyped_storage(), t.weight.data_ptr(), t.weight.detach().clone()
@@ -134,6 +135,8 @@ def test_a_weight_whose_memory_is_another_in_backward_runs_no_second_forward(dev
     with counted_forwards(backend_of(t.weight)) as rows:
         loss.backward()
     assert not rows
+    freed = _place_of(torch.ones(4, device=device))
+    assert all(_place_of(torch.ones(4, device=device)) != freed for _ in range(9))
 
 
 @on_ranks(2)

@@ -103,9 +103,8 @@ def replaced(home_of, name):
 
     def habit(model, given, patch):
         home = home_of(model)
-        own = getattr(home, name)
         patch(model)
-        with mock.patch.object(home, name, tripled(own)):
+        with mock.patch.object(home, name, tripled(getattr(home, name))):
             return trained(model, given)
 
     return habit

@@ -191,12 +191,6 @@ def take_from(tensor: Tensor) -> Any:
     return vars(tensor.untyped_storage()).pop(_KEPT, None)
 
 
-def place_of(tensor: Tensor) -> tuple[Any, Any]:
-    """Its storage, as long as that lives, and where it begins there. Not its address: FSDP2 frees a weight's memory and
-    allocates other memory for the same storage, which has the same address on some ranks alone."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
-
-
 def has_hooks(tensor: Tensor) -> bool:
     """Whether something waits for the gradient of a tensor, or for its accumulation."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)

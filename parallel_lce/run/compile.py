@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from parallel_lce.call.call import Shapes, features_of
 from parallel_lce.call.checks import public
@@ -21,7 +22,7 @@ from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import COUNT_OPTIONS, FLOAT_OPTIONS, Options, Tensors
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import Needs
-from parallel_lce.core.private import constant_in_graphs, group_of_name, keep_with, place_of, take_from
+from parallel_lce.core.private import constant_in_graphs, group_of_name, keep_with, take_from
 from parallel_lce.run.results import DIFFERENTIABLE, NAMES, present
 from parallel_lce.run.schedule import FIRST_ORDER, function_of
 
@@ -72,6 +73,12 @@ def _results(options: Options, tensors: Tensors, values: Sequence[Tensor | None]
     return [by_name.get(name) for name in (("loss",) if options.kind == "loss" else NAMES)]
 
 
+def _place_of(tensor: Tensor) -> tuple[StorageWeakRef, int]:
+    """Of a tensor that is computed again another, on every rank. Not its address: memory that was freed may be used
+    again, for that or for something else, and FSDP2 frees a weight's and allocates other memory for its storage."""
+    return StorageWeakRef(tensor.untyped_storage()), int(tensor.storage_offset())
+
+
 class _ForwardInGraph:
     """A forward that ran in an operator. The Function gets it instead of autograd's ctx."""
 
@@ -79,7 +86,7 @@ class _ForwardInGraph:
 
     @public
     def __init__(self, options: Options, tensors: Tensors, needs: Needs, group: Any) -> None:
-        self.places = [place_of(tensor) for tensor in tensors.named().values()]
+        self.places = [_place_of(tensor) for tensor in tensors.named().values()]
         self.call, inputs = prepare(options, tensors, group, needs)
         self.function = function_of(self.call)
         with torch.no_grad():
@@ -160,7 +167,7 @@ def _backward_operator(tensors, floats, counts, others, handle, upstream, wanted
     needs = Needs(*[wanted_of.get(name, False) for name in ("input", "linear_weight", "linear_bias")])
     forward = take_from(handle)
     # A graph that computes a tensor again for its backward may have written over the first one's memory.
-    if forward is None or forward.places != [place_of(tensor) for tensor in tensors]:
+    if forward is None or forward.places != [_place_of(tensor) for tensor in tensors]:
         # The graph has cast the tensors already, by the autocast of its forward.
         with torch.autocast(given.input.device.type, enabled=False):
             forward = _ForwardInGraph(options, given, needs, group)

@@ -145,8 +145,10 @@ class DTensorAdapter:
                     f"{_placed('input', x)}: on mesh dimension {dim} it must be Replicate, or Shard of the first or "
                     "second dimension of the tokens"
                 )
-        split = None if self._ranks == 1 or x.placements[self._tp].is_replicate() else x.placements[self._tp].dim
-        dims = [dim for dim, placement in enumerate(x.placements) if _shards(placement, (split,))]
+        split = None
+        if self._ranks > 1 and not x.placements[self._tp].is_replicate():
+            split = 0 if _shards(x.placements[self._tp], (0,)) else 1
+        dims = [dim for dim, placement in enumerate(x.placements) if split is not None and _shards(placement, (split,))]
         if dims and (dims[-1] != self._tp or x.shape[split] % math.prod([self.mesh.size(dim) for dim in dims])):
             raise ValueError(
                 f"{_placed('input', x)}: mesh dimension {self._tp} must be the last that splits its {x.shape[split]} "
@@ -243,10 +245,11 @@ class DTensorAdapter:
 _CHANGES_NOTHING = DTensorAdapter(Options(""), Tensors(None, None), None, None)  # of calls on plain tensors
 
 
-def _shards(placement: Any, dims: Iterable[int | None]) -> bool:
+def _shards(placement: Any, dims: Iterable[int]) -> bool:
     """Whether the placement is a plain ``Shard`` of one of the ``dims``; not a strided one."""
     # By name: where torch 2.11 compiles a call, comparisons of a placement's type are wrong.
-    return type(placement).__name__ == "Shard" and placement.dim in dims
+    # With dynamic=True torch.compile makes a symbol of the number, which it compares, and does not look up.
+    return type(placement).__name__ == "Shard" and any([placement.dim == dim for dim in dims])
 
 
 def _placed(name: str, value: Any) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -45,7 +46,8 @@ def encoded(options: Options, tensors: Tensors, layout: Layout) -> tuple[list[Te
     values["sequence_dim"] = 0  # to which the adapter has set it
     given = {name: tensor for name, tensor in zip(Tensors._fields, tensors) if tensor is not None}
     group = "" if layout.group is None else layout.group.group_name
-    return [*given.values()], torch.stack(floats), counts, _json([*given], values, [*needs_of(tensors)], group)
+    place = group, layout.ranks, layout.rank
+    return [*given.values()], torch.stack(floats), counts, _json([*given], values, [*needs_of(tensors)], place)
 
 
 @constant_in_graphs
@@ -58,13 +60,19 @@ def _decoded(
 ) -> tuple[Options, Tensors, Needs, Any]:
     """The options, tensors, needs and process group. ``floats``: None while a graph is traced, where they are unknown;
     results' shapes do not depend on them, so they may be 0."""
-    given, values, needs, group = json.loads(others)
+    given, values, needs, (name, ranks, rank) = json.loads(others)
     numbers = [*zip(COUNT_OPTIONS, counts), *zip(FLOAT_OPTIONS, () if floats is None else floats.tolist())]
     values |= {name: number for name, number in numbers if values[name] is not None}
     if (dtype := values["reduce_dtype"]) is not None:
         values["reduce_dtype"] = getattr(torch, dtype.removeprefix("torch."))
-    process_group = group_of_name(group) if group else None
-    return Options(**values), Tensors(**dict(zip(given, tensors))), Needs(*needs), process_group
+    group = group_of_name(name) if name else None
+    if group is not None and (ranks, rank) != (dist.get_world_size(group), dist.get_rank(group)):
+        raise ValueError(
+            f"process_group: a graph of torch.compile was made on rank {rank} of {ranks}, and this is rank "
+            f"{dist.get_rank(group)} of {dist.get_world_size(group)} in a new group of its name: call "
+            "torch.compiler.reset() after a new initialisation"
+        )
+    return Options(**values), Tensors(**dict(zip(given, tensors))), Needs(*needs), group
 
 
 def _results(options: Options, tensors: Tensors, values: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -151,7 +151,8 @@ def test_masked_tokens_have_no_loss(member):
         lambda hidden: ending(hidden_states=hidden, **named), hidden_states, use_reentrant=False
     )
     (calls[0]().sum() + calls[2]().sum() + 0 * torch.no_grad()(lambda: model(*given).sum())()).backward()
-    model(*given).sum().backward()  # of real logits, both times
+    with pytest.warns(match="the model gets no labels"):
+        model(*given).sum().backward()  # of real logits, both times
     model.output_layer.register_forward_hook(lambda layer, inputs, output: (output[0].add_(0), None))
     with pytest.warns(match="'add_' of the output layer's result"):
         found = calls[0]()
@@ -160,6 +161,22 @@ def test_masked_tokens_have_no_loss(member):
     model.forward = lambda input_ids, /, *others, labels=None, **named: own(input_ids, *others, labels=labels, **named)
     fuse(model)
     torch.testing.assert_close(calls[1](), whole * mask)
+
+
+@on_ranks(1)
+def test_labels_are_found_where_a_subclass_does_not_name_them(member):
+    model, data = build(member, Model(), switched(Model())), batch(0, Model(masked=True), member.device)
+    given, mask, whole = (data.tokens, data.positions, data.mask), data.counted, type(model).forward
+    expected = model(*given, labels=data.labels) * mask
+    model.__class__ = type("Passes", (type(model),), {"forward": lambda self, *a, **named: whole(self, *a, **named)})
+    fuse(model, skip_masked=True)
+    torch.testing.assert_close(model(*given, None, data.labels, loss_mask=mask), expected)
+    with torch.no_grad():
+        assert type(model(*given)) is torch.Tensor
+    model.forward = lambda *given, targets, **named: whole(model, *given, labels=targets, **named)
+    fuse(model, skip_masked=True)
+    with pytest.raises(ValueError, match="forward of Passes names no labels: pass labels="):
+        model(*given, targets=data.labels, loss_mask=mask)
 
 
 @on_ranks(1)

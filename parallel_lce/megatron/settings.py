@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -22,6 +23,9 @@ CHOSEN = str(b"native", "ascii")
 the name, 0.20 raises for others, and programs write configurations to files, which a subclass of str would hinder.
 There ``cross_entropy_loss_fusion`` becomes 0, since Megatron's own loss of real logits is its unfused one. A program
 that wants an unfused model sets False in a copy."""
+
+LABELS = {"labels", "lm_labels"}
+"""Names of the labels among the arguments of Megatron's models."""
 
 running: ContextVar[Any] = ContextVar("running", default=None)
 """The :class:`parallel_lce.megatron.log_probs.Scoring` of the running call of a model, for its head and its loss."""
@@ -82,6 +86,22 @@ def resolve(before: Settings, given: dict[str, Any]) -> Settings:
     return settings
 
 
+def _arguments_of(model: Any) -> tuple[list[str], list[str]]:
+    """The names of a forward's arguments, and of those by position. A forward that names no labels may pass them on, in
+    ``*args`` and ``**kwargs``, to that of a class from which the model's is derived."""
+    found, kinds = [], inspect.Parameter
+    inherited = [functools.partial(kind.forward, model) for kind in type(model).__mro__ if "forward" in vars(kind)]
+    for forward in (model.forward, *inherited):
+        parameters = inspect.signature(forward).parameters.values()
+        names = [each.name for each in parameters if each.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)]
+        positional = [each.name for each in parameters if each.kind <= kinds.POSITIONAL_OR_KEYWORD]
+        found.append((names, positional))
+        own_names, first = found[0]
+        if LABELS & {*names} and {*own_names} <= {*names} and positional[: len(first)] == first:
+            return names, positional
+    return found[0]
+
+
 class Fusion:
     """What a model that asked for the fused loss and its output layer share: settings, and what was said. ``own``: its
     settings; None: those of ``patch``."""
@@ -92,9 +112,7 @@ class Fusion:
         self.reason: str | None = None
         # The calls of the output layer in a forward: 1, and one for each multi-token prediction.
         self.heads = 1 + (getattr(model.config, "mtp_num_layers", None) or 0)
-        of_forward = inspect.signature(model.forward).parameters
-        self.parameters, by_place = [*of_forward], inspect.Parameter.POSITIONAL_OR_KEYWORD
-        self.positional = [name for name, each in of_forward.items() if each.kind <= by_place]
+        self.parameters, self.positional = _arguments_of(model)
         self.labels = "lm_labels" if "lm_labels" in self.parameters else "labels"
         self.said: list[str] = []
         # Whether the running call of the model got labels, under patch() or fuse(); between calls True.

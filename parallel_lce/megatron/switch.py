@@ -202,15 +202,22 @@ def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple,
     fusion: Fusion = vars(model)[MARK]
     arguments = {**dict(zip(fusion.positional, given)), **named}
     labels, mask = arguments.get(fusion.labels), arguments.get("loss_mask")
-    patched = _is_patched()
-    wants = patched and (isinstance(labels, Tensor) or fusion.labels not in fusion.parameters)
+    patched, chosen = _is_patched(), fusion.settings
+    unseen = fusion.labels not in (*fusion.parameters, *named)
+    wants = patched and (isinstance(labels, Tensor) or unseen)
     fusion.wants_loss = wants
     if torch.is_grad_enabled():
         fusion.wanted_loss = wants
     if fusion.wants_loss and fusion.reason is None and (reason := why_not_fused(model)) is not None:
         fusion.refuse_changes(reason, model.training)
         fusion.say(model.training, reason)
-    if not patched or fusion.reason is not None or not fusion.settings.skip_masked or not isinstance(labels, Tensor):
+    if not patched or fusion.reason is not None:
+        return None
+    if not wants and chosen.cross_entropy == "output_layer" and not arguments.get("runtime_gather_output"):
+        fusion.say(model.training, "the model gets no labels; pass them, or call token_log_probs or token_loss")
+    if chosen.skip_masked and unseen and isinstance(mask, Tensor):
+        raise ValueError(f"skip_masked=True, and the forward of {type(model).__name__} names no labels: pass labels=")
+    if not chosen.skip_masked or not isinstance(labels, Tensor):
         return None
     if isinstance(mask, Tensor) and fusion.scoring is None:
         if mask.numel() != labels.numel():

@@ -105,8 +105,9 @@ def test_losses_and_gradients_are_placed_as_dtensors_own(member, name, reduction
             parallel_lce.linear_cross_entropy(**given, reduction=reduction)
         return
     function = lambda input, **given: parallel_lce.linear_cross_entropy(input * 1.0, **given) * 1.0  # noqa: E731
-    if how == "compiled":
-        function = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    if how == "compiled":  # torch 2.11 cannot trace placements that are symbols
+        dynamic = None if torch.__version__.startswith("2.11.") else True
+        function = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     options = dict(reduction=reduction, reduce_hidden_grad=how != "dX is not summed")
     loss, dx, dweight, dbias = loss_and_gradients(given, function, **options)
     same(loss, want, tokens if reduction == "none" else splits)

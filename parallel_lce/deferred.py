@@ -84,7 +84,7 @@ class Source:
         given = self.hidden, self.parameter, self.bias, *self.operands
         self.is_trainable = self.grad and any(t is not None and t.requires_grad for t in given)
         named = ("hidden states", self.hidden), ("weight", self.weight), ("bias", self.bias)
-        self.before = [(name, each, version(each), each.numel()) for name, each in named if each is not None]
+        self.versions = [(name, tensor, version(tensor)) for name, tensor in named if tensor is not None]
         _watch_optimizers()
         _alive.add(weakref.ref(self, _alive.discard))
 
@@ -97,13 +97,20 @@ class Source:
 
     def event(self) -> str | None:
         """What happened since the layer's call, by which the operands may be others."""
-        for name, tensor, before, size in self.before:
+        for name, tensor, before in self.versions:
             if version(tensor) != before:
                 return f"the output layer's {name} changed in place"
-            if size and type(tensor) in (Tensor, nn.Parameter):
-                if tensor.numel() != size or not tensor.untyped_storage().size():
-                    return f"the memory of the output layer's {name} was freed, as by FSDP or ZeRO"
+        weight = self.weight
+        if type(weight) in (Tensor, nn.Parameter) and not (weight.numel() and weight.untyped_storage().size()):
+            return "FSDP or ZeRO has taken back the output layer's weight"
+        if self.is_freed():
+            return "the memory of the output layer's hidden states was freed"
         return self.events[0] if self.events else None
+
+    def is_freed(self) -> bool:
+        """Whether a program has freed the memory of the hidden states."""
+        hidden = self.hidden
+        return type(hidden) is Tensor and hidden.numel() > 0 and not hidden.untyped_storage().size()
 
     def check(self) -> None:
         """Raise ``RuntimeError`` after such an event."""
@@ -499,7 +506,7 @@ class DeferredLogits(Tensor):
                 return None
             # Deferred logits say that they are contiguous, which a view of real ones may not be.
             sizes, function = view.shape, Tensor.reshape if name == "view" else function
-            rows = None if rows is None or source.whole is not None or source.event() else _same_rows(rows, view)
+            rows = None if rows is None or source.whole is not None or source.is_freed() else _same_rows(rows, view)
         elif name not in _UNARY or options.keys() - {"memory_format"}:
             return None
         elif name == "clone" and not state.tracked:  # kept, maybe while the weight changes; DDP clones all outputs

@@ -269,8 +269,8 @@ TOO_LATE = {
     "a step": (lambda layer, z: [_step(layer, SGD) for _ in range(3)], "changed in place|an optimizer's step"),
     "a fused step": (lambda layer, z: _step(layer, lambda p, lr: torch.optim.Adam(p, lr, fused=True)), "optimizer's"),
     "a copy": (lambda layer, z: vars(layer.weight).update(main_grad=1) or _step(Layer(), SGD), "step"),
-    "freed memory": (lambda layer, z: layer.weight.untyped_storage().resize_(0), "weight was freed"),
-    "freed input": (lambda _, z: z.source.hidden.untyped_storage().resize_(0), "states was freed"),
+    "freed memory": (lambda layer, z: layer.weight.untyped_storage().resize_(0), "has taken back the output layer's"),
+    "freed input": (lambda _, z: z.source.hidden.untyped_storage().resize_(0), "hidden states was freed"),
     "the door's event": (lambda layer, z: _backward(z), "the backward of their loss"),
 }
 

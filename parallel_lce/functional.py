@@ -263,7 +263,7 @@ def token_loss(
             losses ``[R]``, or losses and a dict of metrics ``[R]``, which need no gradient. Elementwise over tokens,
             since R depends on the budget, and the same on all ranks; debug mode checks both, but for the gradients.
             Gradients flow to ``input``, ``linear_weight`` and ``linear_bias`` alone, not to tensors that ``loss`` has
-            from elsewhere.
+            from elsewhere. Of losses that are constants the result requires none.
         per_token: tensors of the target's shape and any dtype, without gradients, the same on all ranks.
         entropy, sum_p_squared, mean_logit, argmax: the statistics that ``loss`` needs beside ``lse``, ``max_logit``,
             ``target_logit`` and ``target_log_prob``. To read another one is refused.

@@ -101,7 +101,8 @@ def test_loss_gradients_and_metrics_are_those_of_float64(case, backend, worlds, 
 @pytest.mark.parametrize("kind", OF_BLOCKS)
 def test_every_mode_has_the_gradients_of_the_plain_call(kind, device):
     """In evaluation the function has no gradients; a second backward, a checkpoint, a compiled function, and values of
-    inference mode, which autograd could not save, have those of the plain call. Autocast is off in the function."""
+    inference mode, which autograd could not save, have those of the plain call. Autocast is off in the function, and
+    losses that are constants have no gradient."""
     (budget, block), (t, *values) = OF_BLOCKS[kind], problem(kind, device=device)
     t, grad_modes = part(t, Member(0, 1, torch.device(device), None)), []
 
@@ -132,6 +133,8 @@ def test_every_mode_has_the_gradients_of_the_plain_call(kind, device):
         assert grad_modes.pop() is False
         with torch.autocast(torch.device(device).type):
             assert total(*leaves).isfinite()
+        constant, _ = parallel_lce.token_loss(*leaves, t.target, lambda s: s.lse.detach(), logits_budget=budget)
+        assert not constant.requires_grad
 
 
 def test_a_whole_graph_has_no_place_for_it():

@@ -38,6 +38,8 @@ class LossFunction:
     # What it raised first, which is raised after the call's collectives, for which the other ranks may wait. In a list:
     # its traceback would keep a variable of the function that raises it alive, and with it the call's tensors.
     failures: list[Exception] = field(default_factory=list)
+    # Whether its losses depend on the statistics, of the blocks so far.
+    differentiable: set[bool] = field(default_factory=set)
 
 
 class Call(NamedTuple):

@@ -17,8 +17,9 @@ from parallel_lce.megatron.settings import MARK, Fusion
 from parallel_lce.neighbours import MEGATRON, is_unit
 from parallel_lce.patching import Derived
 
-_PLACES = [(pkgutil.resolve_name(place), name) for place, names in MEGATRON.items() for name in names.split()]
-"""Of each function in ``MEGATRON`` the module or class that holds it, and its name there."""
+_OWNERS = [(pkgutil.resolve_name(place), names.split()) for place, names in MEGATRON.items()]
+_PLACES = [(owner, vars(owner).get, name) for owner, names in _OWNERS for name in names]
+"""Of each function in ``MEGATRON`` the module or class that holds it, what looks it up there, and its name."""
 
 _found: list[Any] = []
 """What a call last found there, if Megatron wrote all of it."""
@@ -73,9 +74,9 @@ class ColumnParallelLinear(Derived, layers.ColumnParallelLinear):
 def _why_real(layer: Any, own: Any, used: Any) -> str | None:
     """Why a call of an output layer must make real logits. The fused loss stands for Megatron's own functions alone.
     ``used``: its ``own`` weight, or the one passed to it, which may be a detached view of that."""
-    found = [vars(owner).get(name) for owner, name in _PLACES]  # at each call: a program may replace one later
+    found = [get(name) for _, get, name in _PLACES]  # at each call: a program may replace one later
     if found != _found:
-        for (owner, name), function in zip(_PLACES, found):
+        for (owner, _, name), function in zip(_PLACES, found):
             if function is not None and not is_megatrons(function):
                 return f"{owner.__name__}.{name} is not Megatron's own; leave Megatron's in place"
         _found[:] = found
@@ -86,12 +87,12 @@ def _why_real(layer: Any, own: Any, used: Any) -> str | None:
     if used is own and layer.weight is not own:
         return "the output layer's weight is computed from its parameter; pass it to the layer, or fold it in"
     sharded = hasattr(used, "__fsdp_param__") or hasattr(own, "__fsdp_param__")
-    if sharded or is_unit(layer) or getattr(layer, "gtp_remat_size", 1) > 1:
+    if sharded or is_unit(layer) or vars(layer).get("gtp_remat_size", 1) > 1:
         return "the output weight is fully sharded, and not whole for the loss; use the distributed optimizer"
     expected = layer.output_size_per_partition, layer.input_size
     if used.shape != expected or dispatches(type(used)):
         return f"the output weight is a {type(used).__name__} {[*used.shape]}; use a plain one of {[*expected]}"
-    if getattr(layer, "disable_grad_reduce", False):
+    if vars(layer).get("disable_grad_reduce", False):
         return "the output layer leaves the reduction of dX to others; build it with disable_grad_reduce=False"
     return None
 

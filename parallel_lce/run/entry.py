@@ -77,6 +77,8 @@ def fused_token_loss(
     function, layout = LossFunction(loss), call.layout
     flat = tuple([compaction.of(value).reshape(-1).contiguous() for value in values])
     total = function_of(call).apply(*inputs, call._replace(loss_function=function, values=flat))
+    if function.differentiable == {False}:  # a backward through losses that are constants is refused by PyTorch
+        total = total.detach()
     # A second backward fills new ones.
     metrics, function.metrics = {name: metric.view(call.shape) for name, metric in function.metrics.items()}, {}
     if function.failures:

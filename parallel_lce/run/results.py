@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.call import debug
-from parallel_lce.call.call import Call, features_of
+from parallel_lce.call.call import Call, LossFunction, features_of
 from parallel_lce.call.checks import described
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import MAX, Coefficients, Merged
@@ -138,7 +138,7 @@ def of_tokens(call: Call, merged: Merged, found: Any, block: Block) -> tuple[Ten
     if function is None:
         return found
     try:
-        losses, metrics, upstream = _of_function(call, function.run, found)
+        losses, metrics, upstream = _of_function(call, function, found)
     except Exception as failure:
         function.failures = function.failures or [failure]
         losses = torch.full_like(merged.partial[MAX], torch.nan)
@@ -153,8 +153,9 @@ def of_tokens(call: Call, merged: Merged, found: Any, block: Block) -> tuple[Ten
     return losses, coefficients.each(lambda c: c.masked_fill(ignored, 0.0))
 
 
-def _of_function(call: Call, run: Callable[..., Any], found: dict[str, Any]) -> tuple[Tensor, dict, dict]:
+def _of_function(call: Call, function: LossFunction, found: dict[str, Any]) -> tuple[Tensor, dict, dict]:
     """The losses and metrics of a caller's function, and the derivatives of the losses by the statistics."""
+    run = function.run
     given: dict[str, Any] = {name: found.get(name) for name in NAMES}
     upstream: dict[str, Tensor | None] = dict.fromkeys(DIFFERENTIABLE)
     leaves = dict[str, Tensor]()
@@ -162,6 +163,7 @@ def _of_function(call: Call, run: Callable[..., Any], found: dict[str, Any]) -> 
         if torch.is_grad_enabled():
             leaves = {n: given[n].detach().requires_grad_() for n in DIFFERENTIABLE if given[n] is not None}
         losses, metrics = _called(run, given | leaves, call.values)
+        function.differentiable.add(losses.requires_grad)
         if losses.requires_grad:
             ones = torch.ones_like(losses)
             upstream |= zip(leaves, torch.autograd.grad(losses, [*leaves.values()], ones, allow_unused=True))

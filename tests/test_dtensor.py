@@ -89,7 +89,7 @@ CASES: dict[str, tuple] = {
 RUNS = [(name, reduction, "") for name in CASES for reduction in ("none", "sum", "mean")]
 RUNS += [("uneven vocabulary", "sum", "compiled"), ("replicated", "mean", "dX is not summed")]
 if not torch.__version__.startswith("2.11."):  # which cannot trace it
-    RUNS += [("data and tensor", "sum", "dynamic")]
+    RUNS += [("sharded target", "sum", "dynamic")]
 
 
 @pytest.mark.parametrize(("ranks", "name", "reduction", "how"), [(math.prod(CASES[r[0]][0]), *r) for r in RUNS])

@@ -401,14 +401,16 @@ class DeferredLogits(Tensor):
             if parent.state.is_changed() and name not in _VIEWS | {"detach"}:
                 said = f"{name!r} was taken of logits that were then changed in place: use its result before"
                 raise RuntimeError(f"parallel_lce: {said}")
+        mode = torch.inference_mode() if torch.is_inference_mode_enabled() else nullcontext()
         with saving_without_hooks(), counting_versions(), torch.set_grad_enabled(state.tracked):
             if before is not None:
                 return _after(before, state.steps[-1:])
             source.check()
             if use != THE_LOSS:
                 source.say(source, use)
-            with source.modes():
-                return source.make(source.hidden, *source.operands)
+            with source.modes(), mode:  # Megatron's forward may write into memory of inference mode
+                real = source.make(source.hidden, *source.operands)
+            return real.clone() if real.is_inference() else real
 
     def _is_moved(self) -> bool:
         """Whether a Function, such as a reentrant checkpoint, gave this tensor another place in the graph."""

@@ -14,6 +14,7 @@ import megatron.core
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import ColumnParallelLinear, cross_entropy, layers
+from torch.utils.checkpoint import checkpoint
 
 import parallel_lce.megatron
 from measures import assert_close
@@ -294,6 +295,35 @@ def test_the_group_is_the_models(member):
         return [found]
 
     side_by_side(member, spec, values)
+
+
+@on_ranks(2)
+def test_real_logits_of_inference_mode(member):
+    """Megatron's forward gathers hidden states into memory that an earlier layer allocated in that mode."""
+    spec = Model(ranks=2, sequence_parallel=True)
+
+    def looked_at(model, data, ours):
+        memory = parallel_state.get_global_memory_buffer().buffer
+        model.output_layer.register_forward_hook(lambda layer, inputs, output: (output[0].norm(), None)[1])
+        memory.clear()
+        with torch.inference_mode():
+            losses = losses_of(model, spec, data)
+        memory.clear()
+        return [losses.clone()]
+
+    side_by_side(member, spec, looked_at)
+
+
+@on_ranks(1)
+def test_a_checkpoint_does_not_run_the_loss_of_changed_logits_again(member):
+    """Megatron's loss writes into them. Stock raises, too."""
+    model, data = build(member, Model(), switched(Model())), batch(0, Model(), member.device)
+    own = model.compute_language_model_loss
+    model.compute_language_model_loss = lambda *given: checkpoint(own, *given, use_reentrant=False)
+    model.output_layer.register_forward_hook(lambda layer, inputs, output: (output[0].mul_(0.5), None))
+    losses = losses_of(model, Model(), data)
+    with pytest.raises(RuntimeError, match="Megatron's loss has written into these logits, and is to be computed of"):
+        losses.sum().backward()
 
 
 @on_ranks(1)

@@ -105,6 +105,9 @@ def test_a_setting_that_the_loss_cannot_keep_is_refused_by_its_name(member):
     with torch.no_grad():  # evaluation has no z-loss
         model.eval().compute_language_model_loss(data.labels, torch.zeros(16, 2, 96, device=member.device))
     model.train().forward(*given, labels=data.labels)  # fused, though the last call had no labels
+    own = model.forward
+    model.forward = lambda three, ids: own(*three, labels=ids)
+    model(given, data.labels)  # so is that of a forward that came after fuse()
 
 
 @pytest.mark.parametrize("scored", [False, True])
@@ -150,6 +153,8 @@ def test_masked_tokens_have_no_loss(member):
     model._postprocess = lambda hidden_states, **named: checkpoint(
         lambda hidden: ending(hidden_states=hidden, **named), hidden_states, use_reentrant=False
     )
+    halves = [model(*given, labels=half).sum() for half in torch.cat([marked, marked.flip(1)]).split(len(marked))]
+    sum(halves).backward()  # a count each, though they share memory
     (calls[0]().sum() + calls[2]().sum() + 0 * torch.no_grad()(lambda: model(*given).sum())()).backward()
     with pytest.warns(match="the model gets no labels"):
         model(*given).sum().backward()  # of real logits, both times
@@ -157,20 +162,20 @@ def test_masked_tokens_have_no_loss(member):
     with pytest.warns(match="'add_' of the output layer's result"):
         found = calls[0]()
     torch.testing.assert_close(found, whole * mask)
-    own = model.forward
-    for forward in (
+    own, of_labels = model.forward, whole.masked_fill(data.labels == -100, 0)
+    said = "skip_masked skips labels of -100 alone, and no loss_mask: the forward of GPTModel is not"
+    for forward in (  # of a program: what it makes of labels and masks is its own
         lambda input_ids, /, *others, labels=None, **named: own(input_ids, *others, labels=labels, **named),
-        lambda *given, **named: own(*given, **named),  # it passes on what Megatron's own names
+        lambda *given, **named: own(*given, **named),
+        lambda *given, targets, **named: own(*given, labels=targets, **named),
     ):
         model.forward = forward
         fuse(model)
-        torch.testing.assert_close(calls[1](), whole * mask)
-    torch.testing.assert_close(calls[0](), whole * mask)
+        names = dict(targets=data.labels) if "targets" in forward.__code__.co_varnames else dict(labels=data.labels)
+        with pytest.warns(match=said):
+            torch.testing.assert_close(model(*given, **names, loss_mask=mask), of_labels)
+    model.forward = lambda *given, **named: own(*given, **named)
     assert type(torch.no_grad()(model)(*given)) is torch.Tensor
-    model.forward = lambda *given, targets, **named: own(*given, labels=targets, **named)
-    fuse(model)
-    with pytest.raises(ValueError, match="forward of GPTModel names no labels: pass labels="):
-        model(*given, targets=data.labels, loss_mask=mask)
 
 
 @on_ranks(1)

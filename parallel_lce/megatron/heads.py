@@ -13,7 +13,7 @@ from parallel_lce.call.checks import dispatches
 from parallel_lce.core.private import in_backward, outside_graphs, parameters_of
 from parallel_lce.deferred import DeferredLogits, Source
 from parallel_lce.megatron.main_grad import keep_autograd_gradient
-from parallel_lce.megatron.settings import MARK, Fusion
+from parallel_lce.megatron.settings import MARK, Fusion, is_megatrons
 from parallel_lce.neighbours import MEGATRON, is_unit
 from parallel_lce.patching import Derived
 
@@ -95,13 +95,3 @@ def _why_real(layer: Any, own: Any, used: Any) -> str | None:
     if vars(layer).get("disable_grad_reduce", False):
         return "the output layer leaves the reduction of dX to others; build it with disable_grad_reduce=False"
     return None
-
-
-def is_megatrons(function: Any) -> bool:
-    """Whether Megatron-core wrote a function or class. A program's own, which may have its name, has other globals."""
-    if isinstance(function, type):
-        return function.__module__.startswith("megatron.core.")
-    function = getattr(function, "__func__", function)
-    while getattr(getattr(function, "__code__", None), "co_name", None) in ("decorate_fwd", "decorate_bwd"):
-        function = function.__wrapped__  # of torch.amp, around its autograd.Functions
-    return f"{getattr(function, '__globals__', {}).get('__name__')}.".startswith("megatron.core.")

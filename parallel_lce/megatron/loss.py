@@ -15,7 +15,7 @@ from parallel_lce.call.checks import public
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import NO_LABEL, Options, Tensors, as_int64
 from parallel_lce.core.plan import default_budget, lean_budget
-from parallel_lce.core.private import kept_with, outside_graphs
+from parallel_lce.core.private import keep_with, kept_with, outside_graphs, version
 from parallel_lce.deferred import THE_LOSS, DeferredLogits
 from parallel_lce.megatron.main_grad import main_grad_of
 from parallel_lce.megatron.settings import MARK, Fusion, asks
@@ -106,7 +106,13 @@ def with_fused_loss(own: Any) -> Any:
             losses = swapped(vocab_parallel_cross_entropy(logits, labels.transpose(0, 1), tp_group=tp_group))
         else:
             hand_over("Megatron's own loss, of real logits")  # is the loss fused on another rank?
+            if kept_with(logits):
+                again = "is to be computed of them again, as in a checkpoint: leave it out of that, or give it a copy"
+                raise RuntimeError(f"parallel_lce: Megatron's loss has written into these logits, and {again}")
+            before = version(logits)
             losses = own(self, labels, logits, *others, **named)
+            if deferred and version(logits) != before:
+                keep_with(logits, True)
         return losses.masked_fill(labels == NO_LABEL, 0.0) if chosen.skip_masked else losses
 
     return compute_language_model_loss

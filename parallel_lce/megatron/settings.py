@@ -112,13 +112,21 @@ class Fusion:
         self.reason: str | None = None
         # The calls of the output layer in a forward: 1, and one for each multi-token prediction.
         self.heads = 1 + (getattr(model.config, "mtp_num_layers", None) or 0)
-        self.parameters, self.positional = _arguments_of(model)
-        self.labels = "lm_labels" if "lm_labels" in self.parameters else "labels"
+        self.forward: Any = None
+        self.read_arguments(model)
         self.said: list[str] = []
+        self.said_no_mask = False
         # Whether the running call of the model got labels, under patch() or fuse(); between calls True.
         self.wants_loss = True
         # Of the last call with gradients, for a checkpoint that runs its output layer again in backward.
         self.wanted_loss = True
+
+    def read_arguments(self, model: Any) -> None:
+        """Those of the model's forward, which a program may replace later."""
+        forward = getattr(model.forward, "__func__", model.forward)
+        if forward is not self.forward:
+            self.forward, (self.parameters, self.positional) = forward, _arguments_of(model)
+            self.labels = "lm_labels" if "lm_labels" in self.parameters else "labels"
 
     @property
     def settings(self) -> Settings:
@@ -154,6 +162,21 @@ class Fusion:
             self.said.append(words)
             changes = self.settings.changes()
             say(f"{words}; a program's own loss of them has no {changes}" if changes else words)
+
+    def say_no_mask(self, reason: str) -> None:
+        if not self.said_no_mask:
+            self.said_no_mask = True
+            say(f"skip_masked skips labels of -100 alone, and no loss_mask: {reason}")
+
+
+def is_megatrons(function: Any) -> bool:
+    """Whether Megatron-core wrote a function or class. A program's own, which may have its name, has other globals."""
+    if isinstance(function, type):
+        return function.__module__.startswith("megatron.core.")
+    function = getattr(function, "__func__", function)
+    while getattr(getattr(function, "__code__", None), "co_name", None) in ("decorate_fwd", "decorate_bwd"):
+        function = function.__wrapped__  # of torch.amp, around its autograd.Functions
+    return f"{getattr(function, '__globals__', {}).get('__name__')}.".startswith("megatron.core.")
 
 
 def say(words: str) -> None:

@@ -13,7 +13,7 @@ from parallel_lce.core.options import NO_LABEL, as_int64
 from parallel_lce.core.private import hooks, keep_with, outside_graphs
 from parallel_lce.megatron import settings
 from parallel_lce.megatron.loss import with_fused_loss
-from parallel_lce.megatron.settings import CHOSEN, IMPLEMENTATION, MARK, Fusion, asks
+from parallel_lce.megatron.settings import CHOSEN, IMPLEMENTATION, MARK, Fusion, asks, is_megatrons
 from parallel_lce.patching import Replacements, fused_class
 from parallel_lce.run.token_count import LabelCount
 
@@ -113,7 +113,7 @@ def _is_patched() -> bool:
 
 def _fuse_one(model: Any, own: settings.Settings | None) -> None:
     """Fuse a model, or leave the reason why not in its ``Fusion``."""
-    from parallel_lce.megatron.heads import ColumnParallelLinear, is_megatrons, layers
+    from parallel_lce.megatron.heads import ColumnParallelLinear, layers
 
     own = own or getattr(vars(model).get(MARK), "own", None)
     fusion, (_, before) = Fusion(model, own), _replacements[_language_module(), _LOSS]
@@ -197,9 +197,10 @@ def _fusing(own: Callable) -> Callable:
 
 @outside_graphs
 def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Before a fused model's forward: whether it wants losses of ours; and with ``skip_masked`` the labels of masked
-    tokens become -100, and the count of the others begins."""
+    """Before a fused model's forward: whether it wants losses of ours; and with ``skip_masked`` the labels of tokens
+    that Megatron's own forward masks become -100, and the count of the others begins."""
     fusion: Fusion = vars(model)[MARK]
+    fusion.read_arguments(model)
     arguments = {**dict(zip(fusion.positional, given)), **named}
     labels, mask = arguments.get(fusion.labels), arguments.get("loss_mask")
     patched, chosen = _is_patched(), fusion.settings
@@ -215,14 +216,20 @@ def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple,
         return None
     if not wants and chosen.cross_entropy == "output_layer" and not arguments.get("runtime_gather_output"):
         fusion.say(model.training, "the model gets no labels; pass them, or call token_log_probs or token_loss")
-    if chosen.skip_masked and unseen and isinstance(mask, Tensor):
-        raise ValueError(f"skip_masked=True, and the forward of {type(model).__name__} names no labels: pass labels=")
-    if not chosen.skip_masked or not isinstance(labels, Tensor):
+    if not chosen.skip_masked:
         return None
-    if isinstance(mask, Tensor) and fusion.scoring is None:
+    masked = isinstance(mask, Tensor) and fusion.scoring is None
+    if masked and not is_megatrons(fusion.forward):
+        masked = False
+        fusion.say_no_mask(f"the forward of {type(model).__name__} is not Megatron's own, and may shift the labels")
+    if not isinstance(labels, Tensor):
+        return None
+    if fusion.scoring is None:  # a copy: their count is kept with memory, and microbatches may be slices of one tensor
+        arguments[fusion.labels] = labels = as_int64(labels).clone()
+    if masked:
         if mask.numel() != labels.numel():
             raise ValueError(f"loss_mask must have the labels' shape {[*labels.shape]}, got {[*mask.shape]}")
-        arguments[fusion.labels] = labels = as_int64(labels).masked_fill(mask.reshape(labels.shape) == 0, NO_LABEL)
+        labels.masked_fill_(mask.reshape(labels.shape) == 0, NO_LABEL)
     keep_with(labels, LabelCount(labels))  # also for a checkpoint, which computes their loss again
     names = fusion.positional[: len(given)]
     return (*[arguments.pop(name) for name in names], *given[len(names) :]), arguments

@@ -218,15 +218,16 @@ def _begin_call(model: Any, given: tuple, named: dict[str, Any]) -> tuple[tuple,
         fusion.say(model.training, "the model gets no labels; pass them, or call token_log_probs or token_loss")
     if not chosen.skip_masked:
         return None
-    masked = isinstance(mask, Tensor) and fusion.scoring is None
-    if masked and not is_megatrons(fusion.forward):
-        masked = False
+    if fusion.scoring is not None or not isinstance(mask, Tensor):
+        mask = None
+    elif not is_megatrons(fusion.forward):
+        mask = None
         fusion.say_no_mask(f"the forward of {type(model).__name__} is not Megatron's own, and may shift the labels")
     if not isinstance(labels, Tensor):
         return None
     if fusion.scoring is None:  # a copy: their count is kept with memory, and microbatches may be slices of one tensor
         arguments[fusion.labels] = labels = as_int64(labels).clone()
-    if masked:
+    if mask is not None:
         if mask.numel() != labels.numel():
             raise ValueError(f"loss_mask must have the labels' shape {[*labels.shape]}, got {[*mask.shape]}")
         labels.masked_fill_(mask.reshape(labels.shape) == 0, NO_LABEL)

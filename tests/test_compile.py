@@ -1,6 +1,7 @@
 """torch.compile with ``fullgraph=True``: the losses and gradients of eager mode by the same work."""
 
 import functools
+import re
 import shutil
 from contextlib import nullcontext
 
@@ -314,7 +315,8 @@ def test_a_graph_is_refused_in_a_group_where_the_process_has_another_rank(device
             said = str(refusal)
         dist.destroy_process_group()
     compiled_again = counter.frame_count == 2  # by torch 2.11
-    assert compiled_again or "made on rank 0 of 2, and this is rank 1 of 2" in said
+    words = r"made on rank 0 of 2, and this is rank 1 of 2.* call torch.compiler.reset\(\)"
+    assert compiled_again or re.search(words, said, re.S)
 
 
 class _Cut(torch.autograd.Function):

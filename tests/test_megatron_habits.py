@@ -314,14 +314,18 @@ def test_real_logits_of_inference_mode(member):
     side_by_side(member, spec, looked_at)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @on_ranks(1)
-def test_a_checkpoint_does_not_run_the_loss_of_changed_logits_again(member):
-    """Megatron's loss writes into them. Stock raises, too."""
+def test_a_checkpoint_does_not_run_megatrons_loss_of_the_same_logits_again(member, reentrant):
+    """Where it has written into them: of logits that a hook has changed, or in a second backward. Stock raises, too."""
     model, data = build(member, Model(), switched(Model())), batch(0, Model(), member.device)
     own = model.compute_language_model_loss
-    model.compute_language_model_loss = lambda *given: checkpoint(own, *given, use_reentrant=False)
-    model.output_layer.register_forward_hook(lambda layer, inputs, output: (output[0].mul_(0.5), None))
+    model.compute_language_model_loss = lambda *given: checkpoint(own, *given, use_reentrant=reentrant)
+    if not reentrant:
+        model.output_layer.register_forward_hook(lambda layer, inputs, output: (output[0].mul_(0.5), None))
     losses = losses_of(model, Model(), data)
+    if reentrant:
+        losses.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="Megatron's loss has written into these logits, and is to be computed of"):
         losses.sum().backward()
 

@@ -164,16 +164,15 @@ def test_masked_tokens_have_no_loss(member):
     torch.testing.assert_close(found, whole * mask)
     own, of_labels = model.forward, whole.masked_fill(data.labels == -100, 0)
     said = "skip_masked skips labels of -100 alone, and no loss_mask: the forward of GPTModel is not"
-    for forward in (  # of a program: what it makes of labels and masks is its own
-        lambda input_ids, /, *others, labels=None, **named: own(input_ids, *others, labels=labels, **named),
-        lambda *given, **named: own(*given, **named),
-        lambda *given, targets, **named: own(*given, labels=targets, **named),
+    for name, forward in (  # of a program: what it makes of labels and masks is its own
+        ("labels", lambda input_ids, /, *others, labels=None, **named: own(input_ids, *others, labels=labels, **named)),
+        ("labels", lambda *given, **named: own(*given, **named)),
+        ("targets", lambda *given, targets, **named: own(*given, labels=targets, **named)),
     ):
         model.forward = forward
         fuse(model)
-        names = dict(targets=data.labels) if "targets" in forward.__code__.co_varnames else dict(labels=data.labels)
         with pytest.warns(match=said):
-            torch.testing.assert_close(model(*given, **names, loss_mask=mask), of_labels)
+            torch.testing.assert_close(model(*given, **{name: data.labels}, loss_mask=mask), of_labels)
     model.forward = lambda *given, **named: own(*given, **named)
     assert type(torch.no_grad()(model)(*given)) is torch.Tensor
 

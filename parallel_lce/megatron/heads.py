@@ -92,6 +92,6 @@ def _why_real(layer: Any, own: Any, used: Any) -> str | None:
     expected = layer.output_size_per_partition, layer.input_size
     if used.shape != expected or dispatches(type(used)):
         return f"the output weight is a {type(used).__name__} {[*used.shape]}; use a plain one of {[*expected]}"
-    if vars(layer).get("disable_grad_reduce", False):
+    if getattr(layer, "disable_grad_reduce", False):
         return "the output layer leaves the reduction of dX to others; build it with disable_grad_reduce=False"
     return None
